@@ -1,0 +1,110 @@
+"""One message in flight: launch, trace, wait, and what happens to one that nobody waits for."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._errors import LifecycleError
+from ._ledger import describe, ledger, raise_if_lost
+from ._mesh import mesh_name
+from ._trace import CollectiveRecord, Phase, now, record_launch
+
+Operation = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+
+
+class Message:
+    """A collective in flight.
+
+    It holds input and output alive until the wait: device backends keep neither (HCCL holds inputs weakly), and a wait
+    there only orders streams.
+    """
+
+    def __init__(
+        self,
+        op: Operation,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        mesh: DeviceMesh,
+        layer: str | None,
+        phase: Phase,
+    ) -> None:
+        raise_if_lost()
+        self.op: Operation = op
+        self.layer = layer
+        self.invocation = ledger.next_invocation(layer)
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (output, input)
+        self._record = CollectiveRecord(
+            op=op,
+            group=mesh_name(mesh),
+            dtype=input.dtype,
+            bytes_received=_bytes_received(op, output, mesh.size()),
+            layer=layer,
+            phase=phase,
+            launched_at=now(),
+        )
+        self._work: dist.Work | None = _launch(op, output, input, mesh.get_group())
+        ledger.add(self)
+        record_launch(self._record)
+
+    @property
+    def in_recompute(self) -> bool:
+        return self._record.phase == "recompute"
+
+    def wait(self) -> torch.Tensor:
+        """Wait and return the output buffer.
+
+        Raises:
+            LifecycleError: If it was waited for before.
+        """
+        if self._work is None or self._buffers is None:
+            raise LifecycleError(f"{describe(self)} was waited for twice; its result can be taken once.")
+        self._work.wait()
+        output = self._buffers[0]
+        self._release()
+        return output
+
+    def drain(self) -> None:
+        """Wait and drop the result."""
+        if self._work is not None:
+            self._work.wait()
+            self._release()
+
+    def _release(self) -> None:
+        self._record.waited_at = now()
+        self._work = self._buffers = None
+        ledger.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_work", None) is None:
+            return
+        if self.in_recompute:
+            self.drain()  # the early stop of non-reentrant recomputation leaves a forward half way
+        else:
+            ledger.lose(describe(self))
+
+
+def _bytes_received(op: Operation, output: torch.Tensor, num_ranks: int) -> int:
+    total = output.numel() * output.element_size()
+    if op == "all_reduce":  # a reduce-scatter and a gather of the same bytes
+        return 2 * total * (num_ranks - 1) // num_ranks
+    if op == "reduce_scatter":
+        return total * (num_ranks - 1)
+    return total * (num_ranks - 1) // num_ranks
+
+
+def _launch(op: Operation, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work | None
+    if op == "all_gather":
+        work = dist.all_gather_single(output, input, group=group, async_op=True)
+    elif op == "all_to_all":
+        work = dist.all_to_all_single(output, input, group=group, async_op=True)
+    elif op == "reduce_scatter":
+        work = dist.reduce_scatter_single(output, input, group=group, async_op=True)
+    else:  # in place: output and input are one tensor
+        work = dist.all_reduce(output, group=group, async_op=True)
+    if work is None:
+        raise AssertionError(f"{op} returned no handle: this process is not in the group, or launches are coalesced.")
+    return work

@@ -1,0 +1,58 @@
+"""Context-parallel algorithms, free of any model or trainer.
+
+Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_meta`, `_digest`, `_batch_fields`, `_batch`,
+`_local_attention`, `_strategy`, `_all_gather`, `_loss`, `_gradients`, `cost`.
+Errors and `flex_cp_allgather` come from `cp_collectives`.
+"""
+
+from importlib.metadata import version
+
+from cp_collectives import (
+    ContextParallelError,
+    InvalidInputError,
+    LifecycleError,
+    PeerError,
+    UnsupportedError,
+    flex_cp_allgather,
+)
+
+from . import cost
+from ._all_gather import AllGatherStrategy
+from ._batch import shard_batch_for_cp, unshard_sequence
+from ._digest import tensor_digest
+from ._gradients import clip_grad_norm, sum_gradients
+from ._launch_state import LaunchState
+from ._layout import Chunk, SequenceLayout
+from ._local_attention import local_attention
+from ._loss import GlobalLoss, count_valid_tokens, mean_global_loss
+from ._meta import AttentionMeta, AttentionShape, HandoffMeta
+from ._strategy import ContextParallelStrategy
+
+__version__ = version("cp-core")
+
+__all__ = [
+    "AllGatherStrategy",
+    "AttentionMeta",
+    "AttentionShape",
+    "Chunk",
+    "ContextParallelError",
+    "ContextParallelStrategy",
+    "GlobalLoss",
+    "HandoffMeta",
+    "InvalidInputError",
+    "LaunchState",
+    "LifecycleError",
+    "PeerError",
+    "SequenceLayout",
+    "UnsupportedError",
+    "clip_grad_norm",
+    "cost",
+    "count_valid_tokens",
+    "flex_cp_allgather",
+    "local_attention",
+    "mean_global_loss",
+    "shard_batch_for_cp",
+    "sum_gradients",
+    "tensor_digest",
+    "unshard_sequence",
+]

@@ -1,0 +1,108 @@
+"""Colossal (all-gather) context parallelism: queries stay, keys and values are gathered.
+
+    q [B, N, L, D] ------------------------------------> attention over S keys -> [B, N, L, D]
+    k, v [B, Nkv, L, D] -> one all-gather -> [B, Nkv, S, D] --^
+
+Works for any number of heads. Bytes per rank and layer: `2 * B * Nkv * D * L * (C - 1)` elements each way.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_collectives import (
+    InvalidInputError,
+    LifecycleError,
+    PendingCollective,
+    UnsupportedError,
+    launch_all_gather,
+)
+
+from ._launch_state import LaunchState
+from ._meta import AttentionMeta, AttentionShape, HandoffMeta
+from ._strategy import ContextParallelStrategy, extended_state, refuse_fields
+from .kernels import block_kernel
+
+_SEQUENCE_DIM = 2
+_REFUSED_FIELDS = {
+    "window": "sliding-window attention",
+    "softcap": "capped scores",
+    "sinks": "attention sinks",
+    "dropout_p": "attention dropout",
+    "mask": "an explicit attention mask",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllGatherStrategy(ContextParallelStrategy):
+    """Synchronous or asynchronous Colossal: one gather of K and V forward, one exchange of their gradients backward.
+
+    Args:
+        backward_kv: `"saved"` keeps the gathered keys and values for backward. `"regathered"` is refused until a later
+            version has it.
+    """
+
+    backward_kv: Literal["saved", "regathered"] = "saved"
+
+    def __post_init__(self) -> None:
+        if self.backward_kv == "regathered":
+            raise UnsupportedError("AllGatherStrategy: backward_kv='regathered' is not in this version; use 'saved'.")
+        if self.backward_kv != "saved":
+            raise InvalidInputError(f"AllGatherStrategy: backward_kv must be 'saved', but got {self.backward_kv!r}.")
+
+    def padding_multiple(self, cp_size: int) -> int:
+        return cp_size
+
+    def validate(self, mesh: DeviceMesh | None, shape: AttentionShape) -> None:
+        block_kernel(shape.device)
+        if not shape.dtype.is_floating_point:
+            raise InvalidInputError(f"{shape.fqn}: attention needs a floating-point dtype, but got {shape.dtype}.")
+
+    def check_meta(self, attention_meta: AttentionMeta, *, layer: str | None) -> None:
+        refuse_fields(attention_meta, _REFUSED_FIELDS, method="AllGatherStrategy", layer=layer)
+        layout = attention_meta.layout
+        if layout.document_bounds is not None:
+            raise UnsupportedError(f"{layer or 'attention'}: packed documents are not supported in this version.")
+        if layout.key_padding is not None and not attention_meta.causal:
+            raise UnsupportedError(
+                f"{layer or 'attention'}: a padding mask with non-causal attention is not supported in this version."
+            )
+
+    def launch(
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        cp_mesh: DeviceMesh | None,
+        handoff_meta: HandoffMeta,
+    ) -> LaunchState:
+        given = {name: tensor for name, tensor in (("k", k), ("v", v)) if tensor is not None}
+        if not given:
+            raise LifecycleError(
+                f"layer {handoff_meta.layer!r}: AllGatherStrategy launches k and v, but neither was given; queries "
+                "stay on their rank."
+            )
+        handle = launch_all_gather(*given.values(), dim=_SEQUENCE_DIM, mesh=cp_mesh, layer=handoff_meta.layer)
+        return extended_state(handoff_meta, cp_mesh, tuple(given), handle)
+
+    def wait(
+        self, state: LaunchState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: AttentionMeta
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gathered = state.collect()
+        missing = {"k", "v"} - gathered.keys()
+        if missing:
+            raise LifecycleError(f"layer {state.layer!r}: {', '.join(sorted(missing))} was never launched.")
+        return q, gathered["k"], gathered["v"]
+
+    def launch_output(
+        self, output: torch.Tensor, *, cp_mesh: DeviceMesh | None, attention_meta: AttentionMeta
+    ) -> LaunchState:
+        # Queries never left, so the output is home; the state keeps the contract of one wait per launch.
+        handle = PendingCollective(lambda: (output,), name="output")
+        return LaunchState(layer=None, mesh=cp_mesh, pending={("output",): handle})
+
+    def wait_output(self, state: LaunchState, *, attention_meta: AttentionMeta) -> torch.Tensor:
+        return state.collect()["output"]

@@ -1,0 +1,69 @@
+"""The loss contract on one rank."""
+
+import pytest
+import torch
+
+from cp_core import InvalidInputError, count_valid_tokens, mean_global_loss
+
+
+@pytest.mark.parametrize(
+    ("labels", "count"),
+    [([[1, 2, -100]], 2), ([[-100, -100]], 0), ([[0, -1]], 2), ([[]], 0)],
+    ids=["one ignored", "none", "other negative labels count", "empty"],
+)
+def test_valid_tokens_are_those_that_are_not_ignored(labels: list[list[int]], count: int) -> None:
+    found = count_valid_tokens(torch.tensor(labels, dtype=torch.int64))
+    assert found == count
+    assert type(found) is int
+
+
+def loss_of(
+    loss_sum: float, num_tokens: int, *, degree: int = 1, window: int | None = None
+) -> tuple[float, float, float]:
+    weight = torch.tensor(loss_sum, dtype=torch.float64, requires_grad=True)
+    found = mean_global_loss(
+        weight, num_tokens, dp_cp_mesh=None, grad_average_degree=degree, window_valid_tokens=window
+    )
+    found.backward.backward()
+    assert found.valid_tokens == num_tokens
+    assert not found.logged.requires_grad
+    assert weight.grad is not None
+    return found.backward.item(), found.logged.item(), weight.grad.item()
+
+
+def test_the_mean_is_over_the_valid_tokens() -> None:
+    assert loss_of(6.0, 4) == (1.5, 1.5, 0.25)
+
+
+def test_the_average_of_gradients_is_undone_once_and_not_in_what_is_logged() -> None:
+    assert loss_of(6.0, 4, degree=8) == (12.0, 1.5, 2.0)
+
+
+def test_a_window_divides_by_its_own_count() -> None:
+    assert loss_of(6.0, 4, window=12) == (0.5, 0.5, 1 / 12)
+
+
+def test_no_valid_token_is_a_loss_of_zero_and_no_nan() -> None:
+    assert loss_of(0.0, 0) == (0.0, 0.0, 1.0)
+
+
+def test_logging_does_not_change_the_loss_sum() -> None:
+    loss_sum = torch.tensor(3.0)
+    mean_global_loss(loss_sum, 3, dp_cp_mesh=None, grad_average_degree=1)
+    assert loss_sum.item() == 3.0
+
+
+def test_a_window_with_fewer_tokens_than_the_call_is_refused_with_both() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^window_valid_tokens \(3\) is less than the 4 valid tokens of this call"
+    ):
+        loss_of(6.0, 4, window=3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "degree"), [((2,), 1, 1), ((), -1, 1), ((), 1, 0)], ids=["no scalar", "count", "degree"]
+)
+def test_what_is_no_loss_is_refused_with_what_was_given(shape: tuple[int, ...], num_tokens: int, degree: int) -> None:
+    with pytest.raises(InvalidInputError, match="mean_global_loss needs a scalar loss sum") as caught:
+        mean_global_loss(torch.zeros(shape), num_tokens, dp_cp_mesh=None, grad_average_degree=degree)
+    assert str(caught.value).endswith(f"but got shape {shape}, {num_tokens} and {degree}.")

@@ -1,0 +1,102 @@
+"""Putting a plan into effect, with exactly the wrappers that the user declared."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_collectives import agree
+from cp_core import ContextParallelError
+from cp_wrappers import AppliedContextParallel, Meshes, install_boundaries
+
+from ._plan import ShardingPlan
+from ._planner import ShardingPlanner, cp_axis
+from ._resolver import PlanOverrideResolver
+
+if TYPE_CHECKING:
+    from ._config import TrainerConfig
+    from ._mesh import MeshContext
+
+# Parameters whose gradient needs a sum over tensor-parallel ranks, with the group; empty without tensor parallelism.
+TpGradInfo = dict[str, torch.distributed.ProcessGroup]
+
+
+class ShardingApplier:
+    """Applies a plan to its model.
+
+    Args:
+        plan: What `ShardingPlanner.plan` returned.
+        device_mesh: The mesh it was planned for.
+    """
+
+    def __init__(self, plan: ShardingPlan, device_mesh: DeviceMesh) -> None:
+        self._plan, self._device_mesh = plan, device_mesh
+
+    def apply(self, model: torch.nn.Module) -> AppliedContextParallel:
+        """Wrap every attention by its declaration; nothing at cp size 1.
+
+        Args:
+            model: The planned model, not yet wrapped.
+
+        Returns:
+            A handle with `.report`, `.strategies` and `.remove()`.
+        """
+        if self._plan.cp_size == 1:
+            return AppliedContextParallel()
+        meshes = Meshes(cp_mesh=cp_axis(self._device_mesh, self._plan.cp_size), mesh=self._device_mesh)
+        return install_boundaries(model, self._plan.boundaries, meshes=meshes)
+
+
+def apply_sharding_plan(
+    model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh
+) -> tuple[torch.nn.Module, TpGradInfo]:
+    """Apply a plan and return the model with what tensor parallelism adds to the gradient step.
+
+    Args:
+        model: The model that was planned, not yet wrapped.
+        plan: Its plan.
+        device_mesh: The mesh it was planned for.
+
+    Returns:
+        `(model, tp_grad_info)`: the same model, wrapped, and the parameters whose gradient needs a sum over the
+        tensor-parallel group; none without tensor parallelism.
+    """
+    ShardingApplier(plan, device_mesh).apply(model)
+    return model, {}
+
+
+def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> AppliedContextParallel:
+    """Resolve, plan and apply a trainer's `plan_overrides`.
+
+    Args:
+        model: The trainer's model, not yet wrapped.
+        config: The trainer's config.
+        mesh_context: Its meshes.
+
+    Returns:
+        A handle with `.report` and `.strategies`, both empty at cp size 1.
+
+    Raises:
+        ContextParallelError: With all faults together, on all ranks, before any module changes.
+    """
+    plan, fault = ShardingPlan(), None
+    try:
+        plan = _plan_of(model, config, mesh_context)
+    except ContextParallelError as error:
+        fault = error
+    agree(fault, mesh=mesh_context.world_mesh)
+    return ShardingApplier(plan, mesh_context.device_mesh).apply(model)
+
+
+def _plan_of(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> ShardingPlan:
+    accelerator = config.accelerator
+    specs = PlanOverrideResolver(config.plan_overrides).resolve(cp_size=accelerator.cp_size)
+    return ShardingPlanner(specs).plan(
+        model,
+        mesh_context.device_mesh,
+        tp_size=accelerator.tp_size,
+        cp_size=accelerator.cp_size,
+        ep_size=accelerator.ep_size,
+        sequence_parallel=accelerator.sequence_parallel,
+        loss_parallel=accelerator.loss_parallel,
+    )

@@ -1,0 +1,132 @@
+"""The config of a training run: what a YAML file may say. The rest of the package reads nothing else."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Strict, because `cp_size: true` would else be 1.
+Count = Annotated[int, Field(ge=1, strict=True)]
+Quantity = Annotated[int, Field(ge=0, strict=True)]
+Switch = Annotated[bool, Field(strict=True)]
+
+
+class Section(BaseModel):
+    """One mapping of the config; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which model; exactly one of `config` and `pretrained`."""
+
+    # Fields of a transformers config, `model_type` among them; random weights.
+    config: dict[str, Any] | None = None
+    # A local folder or a hub name.
+    pretrained: str | None = None
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    # transformers' implementation of expert layers; None leaves it to transformers.
+    experts_implementation: str | None = None
+
+
+class DataConfig(Section):
+    """Which text; exactly one of `source` and `files`."""
+
+    # The sources of the running interpreter's standard library.
+    source: Literal["stdlib"] | None = None
+    # Globs of text, .jsonl or .parquet files, relative to the current directory.
+    files: tuple[str, ...] | None = None
+    # The field of .jsonl and .parquet rows that holds the text.
+    text_field: str = "text"
+    # "byte", or a local folder or hub name for transformers' AutoTokenizer.
+    tokenizer: str = "byte"
+    seq_length: Annotated[int, Field(ge=2, strict=True)]
+
+
+class TrainingConfig(Section):
+    """How long and how large; batch sizes in samples of `seq_length` tokens."""
+
+    train_iters: Count
+    global_batch_size: Count
+    micro_batch_size: Count = 1
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    seed: Quantity = 42
+    activation_checkpoint: Literal["none", "full"] = "none"
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(ge=0)]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class LrSchedulerConfig(Section):
+    """The learning-rate schedule; after the warmup it runs to `train_iters`."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_iters: Quantity = 0
+
+
+class CheckpointConfig(Section):
+    """Checkpoints under `output_dir/checkpoints`."""
+
+    # Iterations between checkpoints; 0 saves at the end only.
+    save_iters: Quantity = 0
+    # "auto" takes the newest checkpoint if there is one, "none" starts afresh, else a checkpoint's folder.
+    resume: str = "auto"
+
+
+class AcceleratorConfig(Section):
+    """Sizes of the mesh axes."""
+
+    dp_shard_size: Count = 1
+    dp_replicate_size: Count = 1
+    tp_size: Count = 1
+    cp_size: Count = 1
+    ep_size: Count = 1
+    pp_size: Count = 1
+    sequence_parallel: Switch = False
+    loss_parallel: Switch = False
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pp_size * self.dp_size * self.cp_size * self.tp_size
+
+
+class PlanOverride(Section):
+    """The declared method of the attentions that a pattern reaches."""
+
+    match: str
+    when: Literal["cp"] | None = None
+    inner_target: str | None = None
+    inner_wrapper: str | dict[str, Any] | None = None
+    local_compute_fn: str | dict[str, Any] | None = None
+    region_dispatch: Switch | None = None
+
+
+class TrainerConfig(Section):
+    """A training run."""
+
+    output_dir: str
+    sharding_mode: Literal["production", "validate"] = "production"
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    accelerator: AcceleratorConfig = AcceleratorConfig()
+    plan_overrides: tuple[PlanOverride, ...] = ()
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of one rank per optimizer step."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.accelerator.dp_size)

@@ -1,0 +1,114 @@
+"""Token blocks in an order that depends on the seed alone, and a stream of them that can be resumed exactly.
+
+Documents are joined, with the end token between them, and cut into blocks of `seq_length` tokens. Ranks that share a
+sequence read the same blocks; data-parallel ranks read different ones.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from cp_collectives import gather_objects
+from cp_core import InvalidInputError
+
+from ._config import DataConfig, TrainingConfig
+from ._mesh import MeshContext
+from ._text import documents
+from ._tokenizer import Ids, Tokenizer
+
+Batch = dict[str, torch.Tensor]
+
+
+class TokenBlocks(Dataset[Batch]):
+    """Blocks of one token stream; the labels are the tokens, shifted later on the global sequence.
+
+    Args:
+        tokens: The stream.
+        seq_length: Tokens of a block; what is left at the end is dropped.
+    """
+
+    def __init__(self, tokens: Ids, seq_length: int) -> None:
+        self._blocks = tokens[: len(tokens) // seq_length * seq_length].reshape(-1, seq_length)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> Batch:
+        block = torch.from_numpy(self._blocks[index].astype(np.int64))
+        return {"input_ids": block, "labels": block.clone()}
+
+
+class BatchStream:
+    """An endless stream of micro-batches, epoch after epoch, whose position can be saved and taken up again.
+
+    Args:
+        blocks: All blocks, the same on every rank.
+        training: Micro-batch size and seed.
+        meshes: Which part of the data this rank reads.
+
+    Raises:
+        InvalidInputError: If the data does not fill one micro-batch on each data-parallel rank.
+    """
+
+    def __init__(self, blocks: TokenBlocks, training: TrainingConfig, meshes: MeshContext) -> None:
+        needed = training.micro_batch_size * meshes.dp_size
+        if len(blocks) < needed:
+            raise InvalidInputError(
+                f"the data holds {len(blocks)} blocks of seq_length, but one micro-batch on each of {meshes.dp_size} "
+                f"data-parallel ranks needs {needed}; give more text or a smaller data.seq_length."
+            )
+        self._sampler = StatefulDistributedSampler(
+            blocks, num_replicas=meshes.dp_size, rank=meshes.dp_rank, shuffle=True, seed=training.seed, drop_last=True
+        )
+        self._loader = StatefulDataLoader(
+            blocks, batch_size=training.micro_batch_size, sampler=self._sampler, drop_last=True
+        )
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self._sampler.set_epoch(self._epoch)
+            yield from self._loader
+            self._epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, and where in it."""
+        return {"epoch": self._epoch, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; call before iterating."""
+        self._epoch = state["epoch"]
+        self._sampler.set_epoch(self._epoch)
+        self._loader.load_state_dict(state["loader"])
+
+
+def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh) -> TokenBlocks:
+    """Read and tokenize the data, and check that all ranks read the same.
+
+    Args:
+        config: The `data` section.
+        tokenizer: Its tokenizer.
+        cache_dir: Where `datasets` keeps what it has read.
+        mesh: 1-D mesh of all ranks.
+
+    Raises:
+        InvalidInputError: If ranks read different text.
+    """
+    end = np.array([tokenizer.end_of_document], dtype=np.int32)
+    pieces = [piece for text in documents(config, cache_dir) for piece in (tokenizer.encode(text), end)]
+    tokens = np.concatenate(pieces) if pieces else end[:0]
+    digests = gather_objects(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), mesh=mesh)
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise InvalidInputError(
+            f"ranks {', '.join(map(str, differing))} read other text than rank 0; every rank must see the same files."
+        )
+    return TokenBlocks(tokens, config.seq_length)

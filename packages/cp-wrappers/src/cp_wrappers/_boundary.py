@@ -1,0 +1,173 @@
+"""One wrapped attention: its method, its mesh, and what it must see in each forward."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_core import (
+    AttentionMeta,
+    ContextParallelStrategy,
+    InvalidInputError,
+    LifecycleError,
+    SequenceLayout,
+    UnsupportedError,
+)
+
+_ATTRIBUTE = "_context_parallel"
+LAYOUT_KEYWORD = "cp_layout"
+
+
+class AttentionBoundary:
+    """The state of one wrapped module; it lies on the module, so a deep copy of the model has its own."""
+
+    def __init__(self, *, name: str, strategy: ContextParallelStrategy | None, cp_mesh: DeviceMesh | None) -> None:
+        self.name, self.strategy, self.cp_mesh = name, strategy, cp_mesh
+        # Whether attention calls of this module go through the strategy; else its wrapper communicates by itself and
+        # the call goes on to the implementation that the model had before.
+        self.intercepted = False
+        self.earlier_implementation: str | None = None
+        self._default_layout: SequenceLayout | None = None
+        self._layout: SequenceLayout | None = None
+        self._num_calls = 0
+        self._awaiting_backward: weakref.WeakSet[_Awaiting] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self)(name=self.name, strategy=self.strategy, cp_mesh=self.cp_mesh)
+        copied.intercepted, copied.earlier_implementation = self.intercepted, self.earlier_implementation
+        copied._default_layout = self._default_layout
+        return copied
+
+    def set_layout(self, layout: SequenceLayout) -> None:
+        """Set the layout for forwards that are not given one.
+
+        Raises:
+            LifecycleError: If a forward under a different layout still awaits its backward.
+        """
+        waiting = any(not awaiting.done and not awaiting.layout.equals(layout) for awaiting in self._awaiting_backward)
+        if waiting:
+            raise LifecycleError(
+                f"{self.name}: a different layout was set while an earlier forward awaits its backward; recomputation "
+                "would read the wrong one. Run the backward first, or pass cp_layout as a keyword argument."
+            )
+        self._default_layout = layout
+
+    @contextmanager
+    def forward_call(self, kwargs: dict[str, Any]) -> Iterator[None]:
+        """Surround one forward of the module: take its layout, and require exactly one attention call in it."""
+        if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+            raise InvalidInputError(
+                f"{self.name} was given a key/value cache; caches are for inference, so call the model "
+                "with use_cache=False."
+            )
+        given = kwargs.get(LAYOUT_KEYWORD)
+        self._layout = self._default_layout if given is None else given
+        self._num_calls = 0
+        yield
+        if self._num_calls != 1:
+            raise LifecycleError(
+                f"{self.name}: one forward must reach the context-parallel attention once, but it did "
+                f"{self._num_calls} times; this module needs a wrapper of its own."
+            )
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, make_meta: Callable[[SequenceLayout], AttentionMeta]
+    ) -> torch.Tensor:
+        """Compute the attention of this module by its declared method.
+
+        Args:
+            q: `[B, N, L, D]` local queries.
+            k, v: `[B, Nkv, L, D]` local keys and values.
+            make_meta: Describes the attention, given the layout of this forward.
+        """
+        self._num_calls += 1
+        if self._layout is None:
+            raise InvalidInputError(
+                f"{self.name} got no sequence layout: call the model with the batch of shard_batch_for_cp (its "
+                f"{LAYOUT_KEYWORD} travels as a keyword argument), or give it to set_layout."
+            )
+        if self.strategy is None:
+            raise AssertionError(f"{self.name} has no strategy, but its attention was intercepted.")
+        output = self.strategy.attention(
+            q, k, v, cp_mesh=self.cp_mesh, attention_meta=make_meta(self._layout), layer=self.name
+        )
+        if output.grad_fn is not None:
+            self._awaiting_backward.add(_Awaiting.on(output, self._layout))
+        return output
+
+
+class BoundaryForward:
+    """The replacement of a module's forward: the module's own, under the watch of its boundary.
+
+    An object and not a closure, so that a deep copy of the model calls the copy's own forward.
+    """
+
+    def __init__(self, module: torch.nn.Module, boundary: AttentionBoundary) -> None:
+        boundary.intercepted = True
+        self._original, self._boundary = module.forward, boundary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._boundary.forward_call(kwargs):
+            return self._original(*args, **kwargs)
+
+
+class ForeignForward:
+    """A replacement forward that a user's wrapper made; it cannot be copied with the model."""
+
+    def __init__(self, name: str, replacement: Callable[..., Any]) -> None:
+        self._name, self._replacement = name, replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise UnsupportedError(
+            f"{self._name}: a model whose forward was replaced by a user's wrapper cannot be copied, since the copy "
+            "would run this model's modules; copy first and apply then, or call remove() before."
+        )
+
+
+def boundary_of(module: torch.nn.Module) -> AttentionBoundary | None:
+    """Return the boundary that lies on a module, None if it is not wrapped."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def attach(module: torch.nn.Module, boundary: AttentionBoundary) -> None:
+    """Lay a boundary on a module.
+
+    Raises:
+        LifecycleError: If the module is wrapped already.
+    """
+    if boundary_of(module) is not None:
+        raise LifecycleError(f"{boundary.name} is wrapped already; call remove() before it is wrapped again.")
+    module.__dict__[_ATTRIBUTE] = boundary
+
+
+def detach(module: torch.nn.Module) -> None:
+    """Take the boundary off a module."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+
+
+class _Awaiting:
+    """Lives as long as the autograd graph of one forward, and knows when its backward has run."""
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.layout = layout
+        self.done = False
+
+    @classmethod
+    def on(cls, output: torch.Tensor, layout: SequenceLayout) -> "_Awaiting":
+        awaiting = cls(layout)
+        reference = weakref.ref(awaiting)
+
+        def mark_done(_gradient: torch.Tensor) -> None:
+            if (alive := reference()) is not None:
+                alive.done = True
+
+        output.register_hook(mark_done)
+        node: Any = output.grad_fn
+        node.metadata[_ATTRIBUTE] = awaiting
+        return awaiting

@@ -1,0 +1,208 @@
+"""The seam of transformers: one attention implementation, `context_parallel`, that asks the calling module what to do.
+
+The only file that imports transformers; others import it where a transformers model is at hand.
+
+The implementation's name stands in the model's config and holds for all its modules, so a module without a declared
+method meets it too and raises. The mask function returns None: causality and padding are in the sequence layout.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cp_core import AttentionMeta, InvalidInputError, SequenceLayout, UnsupportedError
+
+from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, boundary_of
+
+IMPLEMENTATION = "context_parallel"
+
+# What models hand down to their attention function that does not change the attention.
+_INERT_KEYWORDS = frozenset(
+    {
+        LAYOUT_KEYWORD,
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+    }
+)
+_REFUSED_ROTARY = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adoption:
+    """A model whose attention goes through this seam, and what it went through before."""
+
+    # (model, its earlier implementation, its earlier config.use_cache)
+    earlier: tuple[tuple[PreTrainedModel, str, bool | None], ...]
+
+    def restore(self) -> None:
+        """Give each model its earlier implementation back."""
+        for model, implementation, use_cache in self.earlier:
+            model.set_attn_implementation(implementation)
+            if use_cache is not None:
+                model.config.use_cache = use_cache
+
+
+def adopt(model: torch.nn.Module) -> Adoption:
+    """Send all attention of the transformers models inside `model` through the seam, and turn their caches off."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    earlier = []
+    for inner in _outermost_models(model):
+        use_cache = getattr(inner.config, "use_cache", None)
+        earlier.append((inner, inner.config._attn_implementation, use_cache))
+        inner.set_attn_implementation(IMPLEMENTATION)
+        if use_cache:
+            inner.config.use_cache = False
+    return Adoption(earlier=tuple(earlier))
+
+
+def is_transformers_attention(module: torch.nn.Module) -> bool:
+    """Whether a module dispatches its attention by its config's implementation name."""
+    return hasattr(getattr(module, "config", None), "_attn_implementation") and hasattr(module, "is_causal")
+
+
+def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
+    """Refuse before the first forward what the module's config asks for and no method of this version honours.
+
+    Raises:
+        UnsupportedError: Naming the module and each setting.
+    """
+    if not is_transformers_attention(module):
+        raise UnsupportedError(
+            f"{fqn} ({type(module).__name__}) is not an attention of transformers, which is what the _hf wrappers of "
+            "this version take."
+        )
+    config: Any = module.config
+    window, softcap = _window_of(module, config), getattr(config, "attn_logit_softcapping", None)
+    dropout = getattr(module, "attention_dropout", 0.0)
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    settings = {
+        f"sliding_window={window}": window,
+        f"attention_dropout={dropout}": dropout,
+        f"attn_logit_softcapping={softcap}": softcap,
+        "attention sinks": getattr(module, "sinks", None) is not None,
+        f"rope_type={rope_type!r}, which depends on the longest position": rope_type in _REFUSED_ROTARY,
+    }
+    asked = [name for name, value in settings.items() if value]
+    if asked:
+        raise UnsupportedError(
+            f"{fqn}: {', '.join(asked)} is not supported under context parallelism in this version; change the model's "
+            "config, or train at cp_size 1."
+        )
+
+
+def _window_of(module: Any, config: Any) -> int | None:
+    """Return the keys that a layer's queries see at most, None for all; families note it in three places."""
+    window: int | None
+    if hasattr(module, "sliding_window"):
+        window = module.sliding_window
+    else:
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types and layer_types[module.layer_idx] == "full_attention":
+            window = None
+    return window
+
+
+def _outermost_models(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(model, PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost_models(child)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention function of transformers: `[B, N, L, D]` queries and compact keys in, `[B, L, N, D]` out."""
+    boundary = boundary_of(module)
+    if boundary is None:
+        raise InvalidInputError(
+            f"a {type(module).__name__} (layer_idx {getattr(module, 'layer_idx', None)}) attends without a declared "
+            "context-parallel method; declare one for it in plan_overrides or apply_context_parallel."
+        )
+    if not boundary.intercepted:
+        options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **keywords}
+        options |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return _earlier_attention(module, boundary, (query, key, value), options)
+    _refuse_keywords(boundary.name, attention_mask, keywords)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    def make_meta(layout: SequenceLayout) -> AttentionMeta:
+        return AttentionMeta(
+            layout=layout,
+            causal=causal,
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout_p=dropout,
+        )
+
+    output = boundary.attend(query, key, value, make_meta=make_meta)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_keywords(name: str, attention_mask: torch.Tensor | None, keywords: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise InvalidInputError(
+            f"{name} was given an attention_mask {tuple(attention_mask.shape)} of its own; masks belong into the "
+            "global batch of shard_batch_for_cp."
+        )
+    unknown = sorted(key for key, value in keywords.items() if value is not None and key not in _INERT_KEYWORDS)
+    if unknown or keywords.get("output_attentions"):
+        raise UnsupportedError(
+            f"{name}: attention was asked for {', '.join(unknown) or 'output_attentions'}, which context parallelism "
+            "does not honour in this version; nothing is dropped in silence, so leave it out of the model's call."
+        )
+
+
+def _earlier_attention(
+    module: torch.nn.Module,
+    boundary: AttentionBoundary,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the implementation that the model had before, for a module whose wrapper communicates by itself."""
+    name = boundary.earlier_implementation or "eager"
+    modeling = sys.modules[type(module).__module__]
+    # transformers keeps eager attention in each modeling file, not in the registry.
+    function = modeling.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    given = {key: value for key, value in options.items() if value is not None}
+    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, *tensors, None, **given)
+    return result
+
+
+def _no_mask(*_args: Any, attention_mask: torch.Tensor | None = None, **_kwargs: Any) -> None:
+    """Mask function of transformers: the layout says all, so a mask that comes here by another way is refused."""
+    if attention_mask is not None:
+        raise InvalidInputError(
+            f"the model was given an attention_mask {tuple(attention_mask.shape)} directly; give the global mask to "
+            "shard_batch_for_cp, which puts it into the layout."
+        )

@@ -1,0 +1,57 @@
+"""The built-in wrappers, `<name>_cp_wrapper`, registered as `<name>`.
+
+sdpa_hf   attention of transformers; keys and values gathered (Colossal)
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_core import AllGatherStrategy, ContextParallelStrategy
+
+from ._boundary import AttentionBoundary, BoundaryForward, attach, boundary_of
+from ._inner_wrapper import inner_wrapper
+
+__all__ = ["sdpa_hf_cp_wrapper"]
+
+
+def _check_transformers_attention(module: torch.nn.Module, fqn: str) -> None:
+    from ._transformers import refuse_unsupported  # lazily: cp-wrappers works without transformers
+
+    refuse_unsupported(module, fqn)
+
+
+@inner_wrapper(strategy=AllGatherStrategy, check=_check_transformers_attention)
+def sdpa_hf_cp_wrapper(
+    target_module: torch.nn.Module,
+    mesh: DeviceMesh | None,
+    tp_mesh: DeviceMesh | None,
+    cp_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+) -> BoundaryForward:
+    """Give an attention of transformers all-gather context parallelism.
+
+    Queries stay local `[B, N, L, D]`; keys and values are gathered `[B, Nkv, S, D]`, not expanded to N heads.
+
+    Args:
+        target_module: An attention module of a transformers model.
+        mesh, tp_mesh, ep_mesh: Not used by this method.
+        cp_mesh: 1-D mesh over which the sequence is sharded.
+
+    Returns:
+        The replacement forward.
+
+    Raises:
+        UnsupportedError: If the module is not of transformers, or its config asks for what is not supported.
+    """
+    return _intercepted(target_module, AllGatherStrategy(), cp_mesh)
+
+
+def _intercepted(
+    module: torch.nn.Module, strategy: ContextParallelStrategy, cp_mesh: DeviceMesh | None
+) -> BoundaryForward:
+    """Return the forward under which the module's attention call goes through the strategy."""
+    boundary = boundary_of(module)
+    if boundary is None:  # called by hand, outside apply_context_parallel
+        boundary = AttentionBoundary(name=type(module).__name__, strategy=strategy, cp_mesh=cp_mesh)
+        attach(module, boundary)
+    return BoundaryForward(module, boundary)
