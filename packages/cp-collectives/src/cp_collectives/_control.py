@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import ContextParallelError, InvalidInputError, LifecycleError, PeerError, UnsupportedError
 from ._mesh import group_of
 
-_KINDS = {kind.__name__: kind for kind in (InvalidInputError, UnsupportedError, LifecycleError)}
-_FIRST_FAILURE = "context_parallel/first_failure"
+_KINDS = {kind.__name__: kind for kind in (InvalidInputError, UnsupportedError, LifecycleError, ContextParallelError)}
+_STORE_PREFIX = "context_parallel"
 
 # CPU groups made beside device groups that have no CPU backend; an entry goes when its device group goes.
 _cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -50,13 +50,20 @@ def agree(error: BaseException | str | None, *, mesh: DeviceMesh | None) -> None
         ContextParallelError: On all ranks, if any had a fault: of the kind and with the message of the ranks that
             found it, which are named unless all found the same.
     """
-    found = None if error is None else (type(error).__name__, str(error))
+    found = None if error is None else (_kind_of(error), str(error))
     faults = gather_objects(found, mesh=mesh)
     if not any(faults):
         return
-    kind = next(fault[0] for fault in faults if fault)
-    raised = _KINDS.get(kind, InvalidInputError if kind == "str" else ContextParallelError)
-    raise raised(_merged_message(faults)) from (error if isinstance(error, BaseException) else None)
+    kind = _KINDS[next(fault[0] for fault in faults if fault)]
+    raise kind(_merged_message(faults)) from (error if isinstance(error, BaseException) else None)
+
+
+def _kind_of(error: BaseException | str) -> str:
+    """Name the nearest kind that every rank knows: a higher layer's own class may not be importable everywhere."""
+    if isinstance(error, str):
+        return InvalidInputError.__name__
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((name for name in names if name in _KINDS), ContextParallelError.__name__)
 
 
 def _merged_message(faults: list[tuple[str, str] | None]) -> str:
@@ -88,14 +95,19 @@ class FailureReport:
     def __init__(self) -> None:
         # Whether this rank was the first to fail.
         self.is_first = False
+        self._key = ""
 
     def __enter__(self) -> Self:
+        if dist.is_initialized():
+            # Every rank enters the same reports in the same order, so counting its own entries names this one.
+            entries = _store().add(f"{_STORE_PREFIX}/reports_of_rank_{dist.get_rank()}", 1)
+            self._key = f"{_STORE_PREFIX}/first_failure_of_report_{entries}"
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if exc is None or isinstance(exc, SystemExit) or not dist.is_initialized():
+        if exc is None or isinstance(exc, SystemExit) or not self._key:
             return
         own = f"rank {dist.get_rank()}: {type(exc).__name__}: {exc}"
         first = self._publish(own)
@@ -103,11 +115,13 @@ class FailureReport:
         if not self.is_first and not isinstance(exc, ContextParallelError):
             raise PeerError(f"another rank stopped the run: {first}") from exc
 
-    @staticmethod
-    def _publish(message: str) -> str | None:
+    def _publish(self, message: str) -> str | None:
         """Return the first failure's message, which is `message` if nobody failed before; None if the store is gone."""
-        store = dist.distributed_c10d._get_default_store()
         try:
-            return str(store.compare_set(_FIRST_FAILURE, "", message).decode())
+            return str(_store().compare_set(self._key, "", message).decode())
         except dist.DistError:
             return None  # the host of the store died with it; the exception at hand is all that is left to show
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

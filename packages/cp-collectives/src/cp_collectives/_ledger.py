@@ -29,6 +29,10 @@ class Waitable(Protocol):
         """Wait for the message and forget its result."""
         ...
 
+    def abandon(self) -> None:
+        """Forget the message without waiting."""
+        ...
+
 
 class _Ledger:
     """Messages in flight and messages that were lost; the autograd engine's threads write to it too."""
@@ -109,7 +113,7 @@ def check_no_pending(*, where: str) -> None:
     if left:
         names = "; ".join(describe(message) for message in itertools.islice(left, 8))
         for message in left:
-            ledger.discard(message)
+            message.abandon()
         raise LifecycleError(
             f"{len(left)} collective(s) still pending at the end of {where}: {names}. Wait for each PendingCollective."
         )

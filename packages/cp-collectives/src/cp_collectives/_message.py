@@ -72,10 +72,14 @@ class Message:
             self._work.wait()
             self._release()
 
-    def _release(self) -> None:
-        self._record.waited_at = now()
+    def abandon(self) -> None:
+        """Forget it without waiting, once it was reported as never waited for."""
         self._work = self._buffers = None
         ledger.discard(self)
+
+    def _release(self) -> None:
+        self._record.waited_at = now()
+        self.abandon()
 
     def __del__(self) -> None:
         if getattr(self, "_work", None) is None:

@@ -81,13 +81,18 @@ def current_platform(device: torch.device | str | None = None) -> Platform:
     Raises:
         UnsupportedError: If the device type is not in the table.
     """
-    device_type = _available_device_type() if device is None else torch.device(device).type
+    device_type = _available_device_type() if device is None else _device_type_of(device)
     platform = _PLATFORMS.get(device_type)
     if platform is None:
         raise UnsupportedError(
             f"the platform table has no device type {device_type!r}; supported are {', '.join(sorted(_PLATFORMS))}."
         )
     return platform
+
+
+def _device_type_of(device: torch.device | str) -> str:
+    # torch.device refuses a name whose extension is not loaded yet, and this is what tells which one to load.
+    return device.type if isinstance(device, torch.device) else device.partition(":")[0]
 
 
 def _available_device_type() -> str:

@@ -21,7 +21,8 @@ def all_reduce_sum(tensors: Sequence[torch.Tensor], *, mesh: DeviceMesh | None) 
     """
     if group_of(mesh) is None or mesh is None or not tensors:
         return
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    dtype = tensors[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
     Message("all_reduce", flat, flat, mesh=mesh, layer=None, phase="forward").wait()
     sums = flat.split([tensor.numel() for tensor in tensors])

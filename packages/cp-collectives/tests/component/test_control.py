@@ -109,9 +109,6 @@ def agree_on_a_kind_of_a_kind() -> bool:
     return False
 
 
-@pytest.mark.xfail(
-    strict=True, reason="agree looks kinds up by name, so a subclass becomes a plain ContextParallelError"
-)
 def test_a_fault_of_a_higher_layers_kind_keeps_the_kind_it_derives_from(worlds: Any) -> None:
     assert worlds(2).run(agree_on_a_kind_of_a_kind) == [True, True]
 
@@ -198,7 +195,6 @@ def fail_in_a_second_report() -> str:
     return "no error"
 
 
-@pytest.mark.xfail(strict=True, reason="the first failure stays in the store, and a later run shows it as its own")
 def test_a_later_run_does_not_show_an_earlier_runs_failure(worlds: Any) -> None:
     assert worlds(2).run(fail_in_a_second_report) == ["no error", "OSError: disk full"]
 

@@ -185,7 +185,6 @@ def reported_once() -> list[str]:
     return [*found, message_of(lambda: check_no_pending(where="step 2"))]
 
 
-@pytest.mark.xfail(strict=True, reason="check_no_pending forgets the message, but its finalizer reports it once more")
 def test_a_handle_that_was_reported_is_not_reported_again_when_it_goes(worlds: Any) -> None:
     for first, second in worlds(2).run(reported_once):
         assert first.startswith("1 collective(s) still pending at the end of step 1")

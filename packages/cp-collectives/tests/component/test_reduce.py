@@ -79,6 +79,5 @@ def sum_integers() -> int:
     return value.item()
 
 
-@pytest.mark.xfail(strict=True, reason="integers travel as fp32, which holds no odd number above 2 ** 24")
 def test_integers_are_summed_exactly(worlds: Any) -> None:
     assert worlds(2).run(sum_integers) == [2 * (2**24 + 1)] * 2

@@ -51,7 +51,7 @@ def global_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
     if shift_labels is not None:
         fields["shift_labels"] = shift_labels
     fields["position_ids"] = _positions(batch.get("position_ids"), shape, tokens.device)
-    mask = _right_padding(batch.get("attention_mask"), shape, shift_labels)
+    mask = _right_padding(batch.get("attention_mask"), shape, batch.get("labels"), shift_labels)
     if mask is not None:
         fields["attention_mask"] = mask
     return {**fields, **_passed_through(batch, shape[1])}
@@ -112,7 +112,10 @@ def _positions(given: torch.Tensor | None, shape: tuple[int, int], device: torch
 
 
 def _right_padding(
-    mask: torch.Tensor | None, shape: tuple[int, int], shift_labels: torch.Tensor | None
+    mask: torch.Tensor | None,
+    shape: tuple[int, int],
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Return the mask as bool if it pads at the right, None if it masks nothing."""
     if mask is None:
@@ -131,8 +134,9 @@ def _right_padding(
         raise UnsupportedError(
             "attention_mask pads at the left or inside; only right padding is supported in this version."
         )
-    if shift_labels is not None and bool((shift_labels[~real] != IGNORE_INDEX).any()):
-        raise InvalidInputError("shift_labels must be -100 where attention_mask is 0: a pad predicts nothing.")
+    for name, values in (("labels", labels), ("shift_labels", shift_labels)):
+        if values is not None and bool((values[~real] != IGNORE_INDEX).any()):
+            raise InvalidInputError(f"{name} must be -100 where attention_mask is 0: a pad predicts nothing.")
     return real
 
 

@@ -76,7 +76,15 @@ class SequenceLayout:
             cp_size: C.
             cp_rank: This rank's position.
             real_keys: `[B, S]` bool, True for a real key; None if all are.
+
+        Raises:
+            InvalidInputError: If the multiple is not one of `cp_size`.
         """
+        if multiple_of % cp_size:
+            raise InvalidInputError(
+                f"the padded length is cut into {cp_size} equal shards, so its multiple must be one of {cp_size}, but "
+                f"got {multiple_of}."
+            )
         padded_length = -(-global_length // multiple_of) * multiple_of
         local_length = padded_length // cp_size
         start = cp_rank * local_length

@@ -170,7 +170,6 @@ def test_ids_must_be_two_dimensional() -> None:
         shard_batch_for_cp({"input_ids": IDS[..., None]}, None)
 
 
-@pytest.mark.xfail(strict=True, reason="the last real token's target, labels[:, first pad], is not looked at")
 def test_a_label_on_the_only_pad_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="a pad predicts nothing"):
         shard(attention_mask=mask(6, 5), labels=IDS)

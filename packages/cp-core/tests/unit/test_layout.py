@@ -85,7 +85,6 @@ def test_positions_outside_the_padded_sequence_are_refused(positions: list[int],
         layout(positions, global_length=global_length)
 
 
-@pytest.mark.xfail(strict=True, reason="contiguous() does not check its multiple, and drops the rest of the division")
 def test_a_multiple_that_does_not_divide_among_the_ranks_is_refused() -> None:
     with pytest.raises(InvalidInputError):
         SequenceLayout.contiguous(global_length=9, multiple_of=3, cp_size=2, cp_rank=0)

@@ -104,7 +104,7 @@ class World:
         """End the ranks; a later `run` would start new ones."""
         self._stop(patience=2.0)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> World:
         return self
 
     def __exit__(

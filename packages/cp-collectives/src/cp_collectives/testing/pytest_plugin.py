@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cp_collectives.testing._world import World
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cp_collectives.testing._world import World
 
 
 class Worlds:
@@ -24,9 +24,6 @@ class Worlds:
 
     def __call__(self, size: int, **options: Any) -> World:
         """Return the world of this size and options (those of `World`); its ranks start at its first `run`."""
-        # Worlds start torch.distributed in this process; a run that needs none does not pay for the import.
-        from cp_collectives.testing._world import World
-
         options.setdefault("time_limit", self._time_limit)
         key = (size, *sorted(options.items()))
         if key not in self._worlds:
