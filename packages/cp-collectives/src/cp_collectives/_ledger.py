@@ -29,8 +29,8 @@ class Waitable(Protocol):
         """Wait for the message and forget its result."""
         ...
 
-    def abandon(self) -> None:
-        """Forget the message without waiting."""
+    def mark_reported(self) -> None:
+        """Note that it was reported as never waited for."""
         ...
 
 
@@ -113,7 +113,7 @@ def check_no_pending(*, where: str) -> None:
     if left:
         names = "; ".join(describe(message) for message in itertools.islice(left, 8))
         for message in left:
-            message.abandon()
+            message.mark_reported()
         raise LifecycleError(
             f"{len(left)} collective(s) still pending at the end of {where}: {names}. Wait for each PendingCollective."
         )

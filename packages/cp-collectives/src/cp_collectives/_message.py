@@ -35,6 +35,7 @@ class Message:
         self.op: Operation = op
         self.layer = layer
         self.invocation = ledger.next_invocation(layer)
+        self._reported = False
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (output, input)
         self._record = CollectiveRecord(
             op=op,
@@ -72,17 +73,18 @@ class Message:
             self._work.wait()
             self._release()
 
-    def abandon(self) -> None:
-        """Forget it without waiting, once it was reported as never waited for."""
-        self._work = self._buffers = None
+    def mark_reported(self) -> None:
+        """Note that it was reported as never waited for, so that its end is no second report."""
+        self._reported = True
         ledger.discard(self)
 
     def _release(self) -> None:
         self._record.waited_at = now()
-        self.abandon()
+        self._work = self._buffers = None
+        ledger.discard(self)
 
     def __del__(self) -> None:
-        if getattr(self, "_work", None) is None:
+        if getattr(self, "_work", None) is None or self._reported:
             return
         if self.in_recompute:
             self.drain()  # the early stop of non-reentrant recomputation leaves a forward half way

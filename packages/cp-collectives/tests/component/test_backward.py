@@ -129,7 +129,7 @@ LARGE_AND_SMALL = {torch.bfloat16: 256.0, torch.float16: 2048.0}  # adding 1 to 
 
 
 def sixteen_bit_gradients() -> dict[torch.dtype, tuple[float, float]]:
-    """Give rank 0 a gradient so large that adding 1 to it in 16 bits is lost; return the sum and what 16 bits would say."""
+    """Give rank 0 a gradient so large that adding 1 in 16 bits is lost; return the sum and what 16 bits would say."""
     mesh, found = cp_mesh(), {}
     for dtype, large in LARGE_AND_SMALL.items():
         own = torch.zeros(1, 2, dtype=dtype, requires_grad=True)

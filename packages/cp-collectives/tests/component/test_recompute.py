@@ -1,4 +1,4 @@
-"""Activation checkpointing: the gather runs again in backward, traced as such, and an early stop leaves nothing behind."""
+"""Activation checkpointing: the gather runs again in backward, traced so, and an early stop leaves nothing behind."""
 
 from collections.abc import Callable
 from typing import Any

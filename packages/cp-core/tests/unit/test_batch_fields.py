@@ -36,8 +36,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a cache": (
         {"past_key_values": object()},
         UnsupportedError,
-        "the batch carries a key/value cache (past_key_values, cache or use_cache=True): caches are for inference; drop "
-        "them in training.",
+        "the batch carries a key/value cache (past_key_values, cache or use_cache=True): caches are for inference; "
+        "drop them in training.",
     ),
     "a cache under its new name": ({"cache": object()}, UnsupportedError, "the batch carries a key/value cache"),
     "a cache position": ({"cache_position": torch.arange(6)}, UnsupportedError, "the batch carries a key/value cache"),
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "labels on pads": (
         {"attention_mask": mask(6, 4), "labels": IDS},
         InvalidInputError,
-        "shift_labels must be -100 where attention_mask is 0: a pad predicts nothing.",
+        "labels must be -100 where attention_mask is 0: a pad predicts nothing.",
     ),
     "labels of a shard": (
         {"labels": IDS[:, :3]},

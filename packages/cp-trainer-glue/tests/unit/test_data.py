@@ -100,5 +100,5 @@ def test_a_stream_goes_on_exactly_where_it_was_saved(consumed: int) -> None:
 
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InvalidInputError, match="holds 3 blocks of seq_length, but .* needs 4"):
+    with pytest.raises(InvalidInputError, match=r"holds 3 blocks of seq_length, but .* needs 4"):
         stream(3, dp_size=2, micro_batch_size=2)

@@ -1,10 +1,11 @@
 """A stand-in for the npu device in pure Python: it shows that code is device-neutral, and nothing about an NPU.
 
 Tensors report `device.type == "npu"` and keep their data in an ordinary CPU tensor; each operation, collectives
-included, runs on that CPU tensor. No kernel, stream, memory or HCCL behaviour is modelled, so a test that passes here is
-no NPU evidence. What it does find is code that assumes cpu or cuda: mixing a CPU tensor into an operation on npu tensors
-is an error here too. Known limit of torch 2.13: an error raised in backward outside of a custom `autograd.Function`
-aborts the process (torch's Python device guard may not run while an error is on its way), where a device would raise it.
+included, runs on that CPU tensor. No kernel, stream, memory or HCCL behaviour is modelled, so a test that passes here
+is no NPU evidence. What it does find is code that assumes cpu or cuda: mixing a CPU tensor into an operation on npu
+tensors is an error here too. Known limit of torch 2.13: an error raised in backward outside of a custom
+`autograd.Function` aborts the process (torch's Python device guard may not run while an error is on its way), where a
+device would raise it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Ranks:
     def ask(self, message: Reset | Call, *, seconds: float) -> dict[int, Reply]:
         """Send `message` to all ranks and collect their replies.
 
-        Returns after `seconds`, or `GRACE` seconds after the first failure; ranks without a reply are then still running.
+        Returns after `seconds`, or `GRACE` seconds after the first failure; ranks without a reply run on.
         """
         self._output_starts = [_size_of(spec.output_file) for spec in self._specs]
         replies: dict[int, Reply] = {}

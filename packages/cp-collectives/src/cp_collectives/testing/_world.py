@@ -16,7 +16,6 @@ from cp_collectives.testing._ranks import GRACE, Ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import Self
 
     from cp_collectives.testing._messages import Reply
 
@@ -32,7 +31,8 @@ class World:
 
     The processes start at the first `run` (4 ranks take about 20 s on two cores) and serve all later ones. Each `run`
     begins with a new default process group, seed 0, float32 as default dtype and autograd enabled; groups of earlier
-    runs are destroyed. The processes are replaced after a run in which ranks hung, died, or failed while others did not.
+    runs are destroyed. The processes are replaced after a run in which ranks hung, died, or failed while others did
+    not.
 
     The store lives in the parent, so the death of rank 0 takes nothing away from the others.
     """
