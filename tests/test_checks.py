@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
 import check_devices
 import check_ranges
 import consumer_check
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

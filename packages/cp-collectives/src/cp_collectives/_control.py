@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import ContextParallelError, InvalidInputError, LifecycleError, PeerError, UnsupportedError
+from ._exit import finish_threads_at_exit
 from ._mesh import group_of
 
 _KINDS = {kind.__name__: kind for kind in (InvalidInputError, UnsupportedError, LifecycleError, ContextParallelError)}
@@ -31,6 +32,7 @@ def gather_objects(obj: Any, *, mesh: DeviceMesh | None) -> list[Any]:
     group = group_of(mesh)
     if group is None:
         return [obj]
+    finish_threads_at_exit()
     control = _control_group(group)
     objects: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(objects, obj, group=control)

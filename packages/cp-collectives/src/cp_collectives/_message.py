@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import LifecycleError
+from ._exit import finish_threads_at_exit
 from ._ledger import describe, ledger, raise_if_lost
 from ._mesh import mesh_name
 from ._trace import CollectiveRecord, Phase, now, record_launch
@@ -32,6 +33,7 @@ class Message:
         phase: Phase,
     ) -> None:
         raise_if_lost()
+        finish_threads_at_exit()
         self.op: Operation = op
         self.layer = layer
         self.invocation = ledger.next_invocation(layer)

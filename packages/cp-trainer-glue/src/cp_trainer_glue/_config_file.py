@@ -187,11 +187,6 @@ def _combination_faults(config: TrainerConfig) -> Iterator[str]:
             f"training.global_batch_size ({training.global_batch_size}) must be a multiple of micro_batch_size "
             f"({training.micro_batch_size}) times the data-parallel ranks ({dp_size})."
         )
-    if config.lr_scheduler.warmup_iters > training.train_iters:
-        yield (
-            f"lr_scheduler.warmup_iters ({config.lr_scheduler.warmup_iters}) is more than training.train_iters "
-            f"({training.train_iters})."
-        )
     if (config.model.config or {}).get("use_cache") is True:
         yield "model.config.use_cache: a key/value cache is for inference; leave it out."
 

@@ -137,7 +137,6 @@ WRONG = {
         changed(training__micro_batch_size=4),
         "training.global_batch_size (2) must be a multiple of micro_batch_size (4) times the data-parallel ranks (1).",
     ),
-    "warmup": (changed(lr_scheduler={"warmup_iters": 9}), "warmup_iters (9) is more than training.train_iters (4)."),
     "cache": (changed(model__config__use_cache=True), "model.config.use_cache: a key/value cache is for inference"),
     "router loss": (
         changed(model__config__output_router_logits=True),

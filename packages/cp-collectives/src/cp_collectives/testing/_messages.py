@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,3 +65,18 @@ def receive(connection: Connection) -> Any:
         EOFError: The other side is gone.
     """
     return pickle.loads(connection.recv_bytes())
+
+
+def unpickle(content: bytes) -> Any:
+    """Load a pickled object; classes and functions of test files are found in the modules that are loaded already.
+
+    pickle would import such a module's parent packages first, and for a file that pytest loaded there are none.
+    """
+    return _LoadedFirst(io.BytesIO(content)).load()
+
+
+class _LoadedFirst(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in sys.modules:
+            return attrgetter(name)(sys.modules[module])
+        return super().find_class(module, name)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from cp_collectives.testing._failures import RankFailure
 from cp_collectives.testing._functions import FunctionLoader
-from cp_collectives.testing._messages import Call, RankSpec, Reply, Reset, receive, send
+from cp_collectives.testing._messages import Call, RankSpec, Reply, Reset, receive, send, unpickle
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -57,7 +57,7 @@ class _Worker:
 
     def _call(self, call: Call) -> bytes:
         function = self._loader.load(call.function)
-        args, kwargs = pickle.loads(call.arguments)
+        args, kwargs = unpickle(call.arguments)
         return pickle.dumps(function(*args, **kwargs))
 
     def _reset(self, reset: Reset) -> bytes:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cp_collectives.testing._failures import RankFailed, RanksTimedOut
 from cp_collectives.testing._functions import FunctionReference
-from cp_collectives.testing._messages import Call, Reset
+from cp_collectives.testing._messages import Call, Reset, unpickle
 from cp_collectives.testing._ranks import GRACE, Ranks
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class World:
         seconds = self.time_limit if time_limit is None else time_limit
         self._make_ready()
         replies = self._ask(call, f"{call.function.qualified_name}()", seconds=seconds)
-        return [pickle.loads(replies[rank].value) for rank in range(self.size)]
+        return [unpickle(replies[rank].value) for rank in range(self.size)]
 
     def close(self) -> None:
         """End the ranks; a later `run` would start new ones."""
