@@ -188,4 +188,6 @@ def train(session: nox.Session) -> None:
     """Train from a config: `nox -s train -- CONFIG.yaml [options of cp-train run]`."""
     prepare(session)
     session.install(*editable(*STACKS), silent=True)
-    session.run("cp-train", "run", *(session.posargs or [EXAMPLE]))
+    # Ctrl-C reaches the run too, which finishes its step and saves; nox would end it after a fraction of a second.
+    patience = {"interrupt_timeout": 600.0, "terminate_timeout": 600.0}
+    session.run("cp-train", "run", *(session.posargs or [EXAMPLE]), **patience)

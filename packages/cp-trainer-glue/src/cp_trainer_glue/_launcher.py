@@ -12,6 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ._worker import FAILED, INTERRUPTED
 
+
 # Time for the ranks to finish a step and save once they are asked to stop.
 _STOP_SECONDS = 600
 
@@ -24,7 +25,6 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         num_ranks: Processes to start here.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what failed
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -34,13 +34,17 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        shutdown_timeout=_STOP_SECONDS,
     )
+    logging.disable(logging.ERROR)  # the ranks say themselves what failed; the launcher's own lines repeat it
     try:
         elastic_launch(config, sys.executable)("-m", "cp_trainer_glue", *arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         return _status_of(error)
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
