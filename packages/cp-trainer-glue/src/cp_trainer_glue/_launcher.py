@@ -12,7 +12,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ._worker import FAILED, INTERRUPTED
 
-
 # Time for the ranks to finish a step and save once they are asked to stop.
 _STOP_SECONDS = 600
 

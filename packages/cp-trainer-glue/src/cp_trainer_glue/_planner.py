@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_core import InvalidInputError, UnsupportedError
+from cp_core import ContextParallelError, InvalidInputError, UnsupportedError
 from cp_wrappers import MethodDeclaration, plan_boundaries
 
 from ._plan import ModuleShardingSpec, ShardingPlan
@@ -60,7 +60,9 @@ class ShardingPlanner:
         ]
         try:
             boundaries = plan_boundaries(model, declarations, cp_mesh=cp_mesh)
-        except InvalidInputError as error:
+        except ContextParallelError as error:
+            if not faults:
+                raise
             raise InvalidInputError("\n".join([*faults, str(error)])) from error
         if faults:
             raise InvalidInputError("\n".join(faults))

@@ -1,5 +1,6 @@
 """Finding the attention modules of a model."""
 
+import re
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,6 +9,11 @@ import torch
 from cp_core import AttentionShape, InvalidInputError, UnsupportedError
 
 from ._model_spec import model_spec
+
+# Families without a convolution of torch's, or whose name is the better one to show.
+_RECURRENT_NAMES = re.compile(
+    r"DeltaNet|Mamba\d*Mixer|ShortConv|LightningAttention|LinearAttention|Rwkv|Recurrent\w*Block|SSM"
+)
 
 
 def find_attention_boundaries(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -33,6 +39,21 @@ def find_attention_boundaries(model: torch.nn.Module) -> dict[str, torch.nn.Modu
     return {name: module for name, module in marked.items() if not _contains_another(module, marked)}
 
 
+def unserved_token_mixers(model: torch.nn.Module, boundaries: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Return the modules outside the boundaries that mix tokens along the sequence: convolutions and recurrences.
+
+    No method serves them: on each rank they would start from nothing in the middle of the sequence.
+    """
+    served = {id(inner) for boundary in boundaries.values() for inner in boundary.modules()}
+    found = {name: m for name, m in model.named_modules() if id(m) not in served and _mixes_tokens(m)}
+    return {name: m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)}
+
+
+def _mixes_tokens(module: torch.nn.Module) -> bool:
+    by_kind = isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.RNNBase)
+    return by_kind or _RECURRENT_NAMES.search(type(module).__name__) is not None
+
+
 def attention_shape(module: torch.nn.Module, fqn: str) -> AttentionShape:
     """Return the heads of a transformers attention module.
 
@@ -45,8 +66,8 @@ def attention_shape(module: torch.nn.Module, fqn: str) -> AttentionShape:
     parameter = next(module.parameters(), None)
     if num_q_heads is None or head_dim is None or parameter is None:
         raise UnsupportedError(
-            f"{fqn} ({type(module).__name__}) has no config with num_attention_heads and no head_dim; this version "
-            "wraps attention modules of transformers that have both."
+            f"{fqn} ({type(module).__name__}) lacks num_attention_heads in its config, a head_dim, or parameters; this "
+            "version wraps attention modules of transformers that have all of them."
         )
     return AttentionShape(
         num_q_heads=num_q_heads,

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_core import ContextParallelError, ContextParallelStrategy, InvalidInputError
+from cp_core import ContextParallelError, ContextParallelStrategy, InvalidInputError, UnsupportedError
 
-from ._boundaries import attention_shape, find_attention_boundaries
+from ._boundaries import attention_shape, find_attention_boundaries, unserved_token_mixers
 from ._boundary import boundary_of
 from ._registry import ResolvedWrapper, WrapperDeclaration, resolve_inner_wrapper
 
@@ -60,6 +60,7 @@ def plan_boundaries(
     Raises:
         InvalidInputError: With all faults together: a pattern that reaches nothing, an attention without a method or
             with two, an unknown wrapper, heads or settings that the method cannot serve.
+        UnsupportedError: If each of the faults is legal, and not supported.
     """
     boundaries = find_attention_boundaries(model)
     faults = _Faults()
@@ -74,6 +75,11 @@ def plan_boundaries(
         f"{fqn} is wrapped already; call remove() on the earlier handle first."
         for fqn, module in boundaries.items()
         if boundary_of(module) is not None
+    ]
+    faults.unsupported += [
+        f"{fqn} ({type(module).__name__}) mixes tokens along the sequence and no context-parallel method serves it: on "
+        "each rank it would start from nothing. Train this model at cp_size 1."
+        for fqn, module in unserved_token_mixers(model, boundaries).items()
     ]
     plans = []
     for fqn, module in boundaries.items():
@@ -163,14 +169,18 @@ class _Faults:
     """Collects what checks refuse, so that a user sees all faults at once."""
 
     messages: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         try:
             yield
+        except UnsupportedError as fault:
+            self.unsupported.append(str(fault))
         except ContextParallelError as fault:
             self.messages.append(str(fault))
 
     def raise_if_any(self) -> None:
-        if self.messages:
-            raise InvalidInputError("\n".join(dict.fromkeys(self.messages)))
+        found = list(dict.fromkeys([*self.messages, *self.unsupported]))
+        if found:
+            raise (InvalidInputError if self.messages else UnsupportedError)("\n".join(found))

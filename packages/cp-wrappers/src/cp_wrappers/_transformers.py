@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cp_core import AttentionMeta, InvalidInputError, SequenceLayout, UnsupportedError
@@ -87,12 +88,16 @@ def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
         )
     config: Any = module.config
     window, softcap = _window_of(module, config), getattr(config, "attn_logit_softcapping", None)
+    layer_type = _layer_type_of(module, config)
     dropout = getattr(module, "attention_dropout", 0.0)
+    dropout = getattr(dropout, "p", dropout)  # some families keep the module, some the probability
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     settings = {
+        f"layer type {layer_type!r}": layer_type not in (None, "full_attention"),
         f"sliding_window={window}": window,
         f"attention_dropout={dropout}": dropout,
         f"attn_logit_softcapping={softcap}": softcap,
+        "attn_temperature_tuning": getattr(config, "attn_temperature_tuning", False),
         "attention sinks": getattr(module, "sinks", None) is not None,
         f"rope_type={rope_type!r}, which depends on the longest position": rope_type in _REFUSED_ROTARY,
     }
@@ -111,10 +116,14 @@ def _window_of(module: Any, config: Any) -> int | None:
         window = module.sliding_window
     else:
         window = getattr(config, "sliding_window", None)
-        layer_types = getattr(config, "layer_types", None)
-        if layer_types and layer_types[module.layer_idx] == "full_attention":
+        if _layer_type_of(module, config) == "full_attention":
             window = None
     return window
+
+
+def _layer_type_of(module: Any, config: Any) -> str | None:
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
 
 
 def _outermost_models(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
@@ -199,8 +208,16 @@ def _earlier_attention(
     return result
 
 
-def _no_mask(*_args: Any, attention_mask: torch.Tensor | None = None, **_kwargs: Any) -> None:
-    """Mask function of transformers: the layout says all, so a mask that comes here by another way is refused."""
+def _no_mask(
+    *_args: Any, mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None, **_kwargs: Any
+) -> None:
+    """Mask function of transformers: the layout says all, so whatever asks for another mask is refused."""
+    if mask_function is not causal_mask_function:
+        raise UnsupportedError(
+            "the model asks for a mask that is not plainly causal (a window, chunks, a prefix, full attention, or "
+            "packed documents, which transformers reads from position_ids that do not count up by one); context "
+            "parallelism does not honour it in this version."
+        )
     if attention_mask is not None:
         raise InvalidInputError(
             f"the model was given an attention_mask {tuple(attention_mask.shape)} directly; give the global mask to "

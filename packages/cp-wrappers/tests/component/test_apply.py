@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from cp_collectives import CollectiveTrace
 from cp_collectives.testing import RankFailed
@@ -225,6 +234,8 @@ def forward_fault(kind: str) -> None:
         model.model.layers[1].self_attn.forward._original = lambda hidden_states, **_: (hidden_states, None)
     if kind == "packed keyword":
         local["cu_seq_lens_q"] = torch.tensor([0, 7])
+    if kind == "packed positions":
+        local["position_ids"] = local["position_ids"] % 3
     if kind == "wrong length":
         local["input_ids"] = local["input_ids"][:, :3]
         local["position_ids"] = local["position_ids"][:, :3]
@@ -240,6 +251,7 @@ def forward_fault(kind: str) -> None:
         ("unwrapped", r"a LlamaAttention \(layer_idx 1\) attends without a declared"),
         ("no attention call", r"model\.layers\.1\.self_attn: one forward must reach .* it did 0 times"),
         ("packed keyword", r"attention was asked for cu_seq_lens_q"),
+        ("packed positions", r"the model asks for a mask that is not plainly causal"),
         ("wrong length", r"must be \[B, N, L, D\] with L = 7"),
     ],
 )
@@ -254,6 +266,15 @@ def refused_model(kind: str) -> None:
         model: torch.nn.Module = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
     elif kind == "dropout":
         model = llama(attention_dropout=0.5)
+    elif kind == "chunked layers":
+        fields = {**SIZES, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+        model = Llama4ForCausalLM(Llama4TextConfig(**fields))
+    elif kind == "linear attention":
+        fields = {**SIZES, "num_hidden_layers": 4, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1}
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**fields, moe_intermediate_size=8))
+    elif kind == "convolution":
+        model = llama()
+        model.model.layers[1].mlp.mix = torch.nn.Conv1d(32, 32, 4)
     else:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         model = llama(rope_parameters=rope, max_position_embeddings=16)
@@ -266,6 +287,12 @@ def refused_model(kind: str) -> None:
         ("sliding window", r"model\.layers\.0\.self_attn: sliding_window=4 is not supported"),
         ("dropout", r"model\.layers\.0\.self_attn: attention_dropout=0\.5 is not supported"),
         ("rotary", r"rope_type='dynamic', which depends on the longest position"),
+        ("chunked layers", r"model\.layers\.0\.self_attn: layer type 'chunked_attention'"),
+        (
+            "linear attention",
+            r"model\.layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) mixes tokens along the sequence",
+        ),
+        ("convolution", r"model\.layers\.1\.mlp\.mix \(Conv1d\) mixes tokens along the sequence"),
     ],
 )
 def test_an_attention_that_no_method_honours_is_refused_at_apply(worlds: Any, kind: str, sentence: str) -> None:
