@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,7 +87,10 @@ class Checkpoints:
         run = json.loads((folder / _RUN_FILE).read_text())
         _require_same_run(run, _identity(self._config), folder)
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except CheckpointException as error:
+            raise InvalidInputError(f"the checkpoint {folder} cannot be read; it is damaged: {error}") from error
         self._take(state)
         return int(run["step"])
 
@@ -95,13 +99,21 @@ class Checkpoints:
         if resume == "none":
             return None
         latest = self._root / "latest"
-        if resume == "auto":
-            return self._root / latest.read_text().strip() if latest.exists() else None
-        if not (Path(resume) / _RUN_FILE).exists():
+        if resume != "auto":
+            if not (Path(resume) / _RUN_FILE).exists():
+                raise InvalidInputError(
+                    f"checkpoint.resume: {resume!r} is neither auto nor none nor a checkpoint's folder."
+                )
+            return Path(resume)
+        if not latest.exists():
+            return None
+        folder = self._root / latest.read_text().strip()
+        if not (folder / _RUN_FILE).exists():
             raise InvalidInputError(
-                f"checkpoint.resume: {resume!r} is neither auto nor none nor a checkpoint's folder."
+                f"{latest} names {folder.name}, which is no complete checkpoint; set checkpoint.resume to one of the "
+                "folders beside it, or to none."
             )
-        return Path(resume)
+        return folder
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
@@ -139,7 +151,9 @@ def _identity(config: TrainerConfig) -> dict[str, Any]:
             "micro_batch_size": training.micro_batch_size,
             "seed": training.seed,
         },
-        "optimizer": config.optimizer.name,
+        # A loaded optimizer brings its own settings, so others in the config would be dropped in silence.
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "lr_scheduler": config.lr_scheduler.model_dump(mode="json"),
     }
 
 

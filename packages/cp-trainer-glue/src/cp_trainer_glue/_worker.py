@@ -40,10 +40,12 @@ def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> in
             finished = TextTrainer(config, platform, device).train()
     except PeerError:
         return FAILED  # the rank that failed first says why
-    except ContextParallelError as error:
+    except (ContextParallelError, OSError) as error:
         if report.is_first:
             print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED  # before the first step: there is nothing to save
     except Exception:
         if report.is_first:
             print(f"error on rank {dist.get_rank()}:\n{traceback.format_exc()}", file=sys.stderr)

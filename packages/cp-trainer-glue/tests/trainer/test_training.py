@@ -229,6 +229,37 @@ def test_another_model_is_refused_by_name(worlds: Any, tmp_path: Path) -> None:
         worlds(1).run(gathered_parameters, other)
 
 
+def test_another_learning_rate_is_refused_since_a_loaded_optimizer_brings_its_own(worlds: Any, tmp_path: Path) -> None:
+    worlds(1).run(gathered_parameters, write_config(tmp_path))
+    other = write_config(tmp_path, optimizer__lr=0.2)
+    with pytest.raises(RankFailed, match=r"another optimizer: \{'lr': 0\.1\}, but the config says \{'lr': 0\.2\}"):
+        worlds(1).run(gathered_parameters, other)
+
+
+def test_a_longer_run_goes_on_after_a_finished_one(worlds: Any, tmp_path: Path) -> None:
+    worlds(1).run(gathered_parameters, write_config(tmp_path))
+    longer = write_config(tmp_path, training__train_iters=5)
+    worlds(1).run(gathered_parameters, longer)
+    assert [line["step"] for line in lines(longer)] == [1, 2, 3, 4, 5]
+
+
+def test_an_incomplete_checkpoint_is_named(worlds: Any, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    worlds(1).run(gathered_parameters, path)
+    (tmp_path / "run/checkpoints/step-00000003/run.json").unlink()
+    with pytest.raises(RankFailed, match="names step-00000003, which is no complete checkpoint"):
+        worlds(1).run(gathered_parameters, path)
+
+
+def test_a_damaged_checkpoint_is_named(worlds: Any, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    worlds(1).run(gathered_parameters, path)
+    for shard in (tmp_path / "run/checkpoints/step-00000003").glob("*.distcp"):
+        shard.write_bytes(b"")
+    with pytest.raises(RankFailed, match="step-00000003 cannot be read; it is damaged"):
+        worlds(1).run(gathered_parameters, path)
+
+
 # --- faults -------------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
