@@ -90,7 +90,7 @@ class BatchStream:
         self._loader.load_state_dict(state["loader"])
 
 
-def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh) -> TokenBlocks:
+def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> TokenBlocks:
     """Read and tokenize the data, and check that all ranks read the same.
 
     Args:

@@ -97,7 +97,7 @@ def plain_training(path: str) -> tuple[dict[str, torch.Tensor], list[float], lis
     """Return parameters, losses and gradient norms of a loop that a person would write for one device."""
     config = load_config(path)
     everything: Any = SimpleNamespace(dp_rank=0, dp_size=1)
-    blocks = load_blocks(config.data, ByteTokenizer(), Path(config.output_dir) / "data-cache", None)  # type: ignore[arg-type]
+    blocks = load_blocks(config.data, ByteTokenizer(), Path(config.output_dir) / "data-cache", None)
     batches = iter(BatchStream(blocks, config.training, everything))
     torch.manual_seed(config.training.seed)
     hf_config = Qwen3MoeConfig(**{key: value for key, value in MODEL.items() if key != "model_type"})

@@ -35,7 +35,7 @@ def test_bytes_are_ids_and_documents_end_with_256(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hé")
     (tmp_path / "b.txt").write_text("xyz")
     config = DataConfig(files=(f"{tmp_path}/*.txt",), seq_length=2)
-    blocks = load_blocks(config, ByteTokenizer(), tmp_path / "cache", None)  # type: ignore[arg-type]
+    blocks = load_blocks(config, ByteTokenizer(), tmp_path / "cache", None)
     assert [block["input_ids"].tolist() for block in blocks] == [[104, 195], [169, 256], [120, 121], [122, 256]]
     assert blocks[0]["labels"].tolist() == [104, 195]
 
