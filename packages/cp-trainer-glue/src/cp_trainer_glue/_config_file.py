@@ -13,6 +13,8 @@ from cp_core import InvalidInputError
 
 from ._config import TrainerConfig
 
+# pydantic's names of kinds, in the words of a YAML file.
+_YAML_WORDS = {"tuple_type": "a list", "dict_type": "a mapping", "model_type": "a mapping", "string_type": "text"}
 _METHOD_KEYS = ("cp", "algorithm", "schedule", "load_balance", "async_fallback", "ulysses_degree")
 
 
@@ -145,8 +147,8 @@ def _sentence(detail: Any) -> str:
         return _unknown_key(location, where)
     if detail["type"] == "missing":
         return f"{where}: is missing."
-    message = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{where}: must be {message}, but is {detail['input']!r}."
+    expected = _YAML_WORDS.get(detail["type"], detail["msg"].removeprefix("Input should be "))
+    return f"{where}: must be {expected}, but is {detail['input']!r}."
 
 
 def _unknown_key(location: Sequence[Any], where: str) -> str:

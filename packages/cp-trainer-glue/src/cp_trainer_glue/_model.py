@@ -40,7 +40,10 @@ class HyperAutoModel:
         fields = dict(config.config or {})
         model_type = fields.pop("model_type", None)
         hf_config = _hf_config(model_type, fields)
-        model = AutoModelForCausalLM.from_config(hf_config, **_options(config, hf_config))
+        try:
+            model = AutoModelForCausalLM.from_config(hf_config, **_options(config, hf_config))
+        except Exception as error:  # transformers judges the user's values with errors of many kinds
+            raise InvalidInputError(f"model.config: {model_type} cannot be built from it: {error}") from error
         return _without_cache(model)
 
     @classmethod
@@ -88,7 +91,10 @@ def _hf_config(model_type: Any, fields: dict[str, Any]) -> Any:
             close = get_close_matches(name, sorted(known), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise InvalidInputError(f"model.config.{name}: {model_type} has no such field.{hint}")
-    return AutoConfig.for_model(model_type, **fields)
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # as above
+        raise InvalidInputError(f"model.config: {model_type} refuses it: {error}") from error
 
 
 def _is_read_by_model(defaults: Any, name: str) -> bool:

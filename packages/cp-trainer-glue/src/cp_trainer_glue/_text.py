@@ -54,6 +54,7 @@ def _read_file(path: Path, text_field: str, cache_dir: Path) -> Iterator[str]:
     kind = _FORMATS.get(path.suffix)
     options: dict[str, Any] = {} if kind else {"sample_by": "document"}
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs on every rank, it raises too
     try:
         rows = datasets.load_dataset(
             kind or "text", data_files=str(path), split="train", cache_dir=str(cache_dir), **options

@@ -266,6 +266,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no method": ({"plan_overrides": []}, "2 of 2 attentions have no context-parallel method"),
     "vocabulary": ({"model__config": {**MODEL, "vocab_size": 100}}, r"vocab_size \(100\) must hold the 257 ids"),
     "misspelt field": ({"model__config": {**MODEL, "hiden_size": 8}}, r"no such field\. Did you mean 'hidden_size'"),
+    "wrong value": (
+        {"model__config": {**MODEL, "num_hidden_layers": "two"}},
+        r"model\.config: qwen3_moe refuses it: [\s\S]*'num_hidden_layers'",
+    ),
     "unknown model": ({"model__config": {"model_type": "qwen33"}}, "transformers knows no model type 'qwen33'"),
     "no such weights": (
         {"model": {"pretrained": "/no/such/folder", "dtype": "float64"}},

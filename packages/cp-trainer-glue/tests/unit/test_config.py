@@ -142,6 +142,8 @@ WRONG = {
         changed(model__config__output_router_logits=True),
         "model.config.output_router_logits: the load-bal",
     ),
+    "a value for a section": (changed(model=3), "model: must be a mapping, but is 3."),
+    "a mapping for a list": (changed(plan_overrides={"a": 1}), "plan_overrides: must be a list, but is {'a': 1}."),
     "infinity": (changed(optimizer__lr=float("inf")), "optimizer.lr: must be a finite number, but is inf."),
     "not a mapping": ("- a\n- b\n", "must be a mapping with keys such as model and data, but is list."),
     "not yaml": ("a: [", "is not YAML"),
