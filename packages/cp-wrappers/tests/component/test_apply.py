@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -298,6 +300,18 @@ def refused_model(kind: str) -> None:
 def test_an_attention_that_no_method_honours_is_refused_at_apply(worlds: Any, kind: str, sentence: str) -> None:
     with pytest.raises(RankFailed, match=sentence):
         worlds(2).run(refused_model, kind)
+
+
+def scaled_scores() -> bool:
+    torch.manual_seed(0)
+    mesh, model = cp_mesh(), GraniteForCausalLM(GraniteConfig(**SIZES, attention_multiplier=0.9)).double()
+    expected = plain_logits(model)
+    apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    return close(logits_of(model, mesh), expected)
+
+
+def test_a_models_own_scale_of_the_scores_is_honoured(worlds: Any) -> None:
+    assert worlds(2).run(scaled_scores) == [True, True]
 
 
 # --- layouts that are set -----------------------------------------------------------------------------------------
