@@ -55,7 +55,7 @@ class AllGatherStrategy(ContextParallelStrategy):
     def padding_multiple(self, cp_size: int) -> int:
         return cp_size
 
-    def validate(self, mesh: DeviceMesh | None, shape: AttentionShape) -> None:
+    def validate_shape(self, cp_size: int, shape: AttentionShape) -> None:
         block_kernel(shape.device)
         if not shape.dtype.is_floating_point:
             raise InvalidInputError(f"{shape.fqn}: attention needs a floating-point dtype, but got {shape.dtype}.")

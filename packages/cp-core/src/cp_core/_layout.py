@@ -49,7 +49,7 @@ class SequenceLayout:
                 f"global_index must be a non-empty [L] int64 tensor on CPU, but got {index.dtype} "
                 f"{tuple(index.shape)} on {index.device}."
             )
-        chunks = _runs(index.tolist())
+        chunks = _runs(index)
         in_range = all(chunk.start >= 0 and chunk.stop <= self.padded_length for chunk in chunks)
         if not in_range or not 1 <= self.global_length <= self.padded_length:
             raise InvalidInputError(
@@ -112,14 +112,11 @@ class SequenceLayout:
         )
 
 
-def _runs(positions: list[int]) -> tuple[Chunk, ...]:
-    runs: list[Chunk] = []
-    for position in positions:
-        if runs and runs[-1].stop == position:
-            runs[-1] = Chunk(runs[-1].start, position + 1)
-        else:
-            runs.append(Chunk(position, position + 1))
-    return tuple(runs)
+def _runs(index: torch.Tensor) -> tuple[Chunk, ...]:
+    breaks = (index.diff() != 1).nonzero().flatten() + 1
+    firsts = [0, *breaks.tolist()]
+    lasts = [*breaks.tolist(), index.numel()]
+    return tuple(Chunk(int(index[first]), int(index[last - 1]) + 1) for first, last in zip(firsts, lasts, strict=True))
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

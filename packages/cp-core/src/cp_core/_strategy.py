@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import InvalidInputError, LifecycleError, PendingCollective, UnsupportedError
+from cp_collectives import InvalidInputError, LifecycleError, PendingCollective, UnsupportedError, mesh_size
 
 from ._batch import shard_batch_for_cp
 from ._launch_state import LaunchState
@@ -27,12 +27,20 @@ class ContextParallelStrategy(ABC):
         """Return what the global sequence length must be a multiple of."""
 
     @abstractmethod
-    def validate(self, mesh: DeviceMesh | None, shape: AttentionShape) -> None:
-        """Check the method against the mesh and the heads of one attention, before the first forward.
+    def validate_shape(self, cp_size: int, shape: AttentionShape) -> None:
+        """Check the method against the heads of one attention; needs no ranks.
 
         Raises:
             ContextParallelError: Naming module, numbers and what would be right.
         """
+
+    def validate(self, mesh: DeviceMesh | None, shape: AttentionShape) -> None:
+        """Check the method against the mesh and the heads of one attention, before the first forward, on all ranks.
+
+        Raises:
+            ContextParallelError: Naming module, numbers and what would be right.
+        """
+        self.validate_shape(mesh_size(mesh), shape)
 
     @abstractmethod
     def launch(

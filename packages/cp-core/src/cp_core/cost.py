@@ -1,10 +1,12 @@
-"""What one attention costs per rank: messages, bytes and products, equal to what `CollectiveTrace` counts.
+"""What one attention costs per rank: messages and bytes as `CollectiveTrace` counts them, products and memory.
 
 B batch, N query heads, Nkv key/value heads, L local and S global sequence, D head dim, C ranks.
 """
 
 from dataclasses import dataclass
 from functools import singledispatch
+
+import torch
 
 from cp_collectives import UnsupportedError
 
@@ -33,6 +35,8 @@ class AttentionCost:
     visible_entries: int
     forward_flops: int
     backward_flops: int
+    # Bytes that the attention keeps from its forward to its backward.
+    saved_bytes: int
 
 
 @singledispatch
@@ -85,7 +89,17 @@ def _all_gather_cost(
         visible_entries=heads * _visible_entries(layout, causal=causal),
         forward_flops=_FORWARD_FLOPS_PER_ENTRY * shape.head_dim * scored,
         backward_flops=_BACKWARD_FLOPS_PER_ENTRY * shape.head_dim * scored,
+        saved_bytes=_saved_bytes(shape, layout, batch_size=batch_size),
     )
+
+
+def _saved_bytes(shape: AttentionShape, layout: SequenceLayout, *, batch_size: int) -> int:
+    """Queries, output and log-sum-exp of the local tokens, keys and values of all."""
+    rows = batch_size * shape.num_q_heads * layout.local_length
+    key_rows = batch_size * shape.num_kv_heads * layout.padded_length
+    elements = 2 * (rows + key_rows) * shape.head_dim
+    logsumexp_itemsize = torch.promote_types(shape.dtype, torch.float32).itemsize
+    return elements * shape.dtype.itemsize + rows * logsumexp_itemsize
 
 
 def _scored_entries(shape: AttentionShape, layout: SequenceLayout, *, causal: bool) -> int:

@@ -5,7 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from cp_core import AllGatherStrategy, AttentionShape, SequenceLayout, UnsupportedError
+from cp_core import (
+    AllGatherStrategy,
+    AttentionMeta,
+    AttentionShape,
+    SequenceLayout,
+    UnsupportedError,
+    local_attention,
+)
 from cp_core.cost import AttentionCost, attention_cost
 
 SHAPE = AttentionShape(
@@ -33,6 +40,8 @@ def test_the_second_of_two_shards() -> None:
         visible_entries=visible,
         forward_flops=4 * 8 * scored,
         backward_flops=10 * 8 * scored,
+        # q and output of 4 tokens, k and v of 8, in 2 bytes; a log-sum-exp of 4 bytes per query
+        saved_bytes=(2 * 3 * 4 * 4 * 8 + 2 * 3 * 2 * 8 * 8) * 2 + 3 * 4 * 4 * 4,
     )
 
 
@@ -69,6 +78,28 @@ def test_long_diagonals_are_scored_by_blocks_of_the_kernel(local_length: int, di
     positions = [*range(local_length, 2 * local_length)]
     found = cost(positions, 2 * local_length, cp_size=2, batch_size=1)
     assert found.scored_entries == 4 * (local_length**2 + diagonal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_saved_bytes_are_what_autograd_keeps(dtype: torch.dtype, causal: bool) -> None:
+    layout = SequenceLayout(global_index=torch.arange(4, 8), global_length=7, padded_length=8)
+    q = torch.randn(3, 4, 4, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(3, 2, 8, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = local_attention(q, k, v, attention_meta=AttentionMeta(layout=layout, causal=causal))
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    expected = attention_cost(
+        AllGatherStrategy(), shape=shape, layout=layout, batch_size=3, cp_size=2, causal=causal
+    ).saved_bytes
+    assert output.requires_grad
+    assert sum(kept.values()) == expected
 
 
 def test_bytes_follow_the_dtype() -> None:
