@@ -1,6 +1,7 @@
 """Sessions of this repository; `nox` alone runs lint, types, layers, build, tests and consumer, as `.ci/run` does.
 
     nox -s train -- CONFIG.yaml     trains (default: examples/qwen3moe_tiny/sync_colossal.yaml)
+    nox -s plan -- CONFIG.yaml      explains what a config would run, and what is wrong with it
     nox -s tests -- -k NAME         the whole suite in one environment
     nox -s "component(cp-core)"     one package's tests with nothing installed that it does not ask for
     nox -s "consumer(cp-core)"      one package's wheel alone: import, unit tests, what must be absent is absent
@@ -123,7 +124,9 @@ def build_wheels(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the whole suite, all packages in one environment."""
     prepare(session)
-    session.install(*editable(*STACKS), *group("pyproject.toml", "tools-test"))
+    session.install(
+        *editable(*STACKS), *group("pyproject.toml", "tools-test"), *group("pyproject.toml", "packages-test")
+    )
     session.run("pytest", *session.posargs)
 
 
@@ -179,7 +182,9 @@ def npu_component(session: nox.Session, package: str) -> None:
 def parity_full(session: nox.Session) -> None:
     """Run every combination of the parity matrices, not the selection of `tests`."""
     prepare(session)
-    session.install(*editable(*STACKS), *group("pyproject.toml", "tools-test"))
+    session.install(
+        *editable(*STACKS), *group("pyproject.toml", "tools-test"), *group("pyproject.toml", "packages-test")
+    )
     session.run("pytest", "-m", "parity", "--parity-full", *session.posargs)
 
 
@@ -191,3 +196,11 @@ def train(session: nox.Session) -> None:
     # Ctrl-C reaches the run too, which finishes its step and saves; nox would end it after a fraction of a second.
     patience = {"interrupt_timeout": 600.0, "terminate_timeout": 600.0}
     session.run("cp-train", "run", *(session.posargs or [EXAMPLE]), **patience)
+
+
+@nox.session
+def plan(session: nox.Session) -> None:
+    """Explain what a config would run: `nox -s plan -- CONFIG.yaml [options of cp-train plan]`."""
+    prepare(session)
+    session.install(*editable(*STACKS), silent=True)
+    session.run("cp-train", "plan", *(session.posargs or [EXAMPLE]))

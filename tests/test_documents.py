@@ -12,6 +12,8 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from cp_trainer_glue._structure import check_structure
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     ROOT / "README.md",
@@ -60,6 +62,13 @@ def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
 def test_a_yaml_block_is_a_mapping(block: Block) -> None:
     assert isinstance(yaml.safe_load(block.text), dict)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
+def test_a_yaml_block_has_the_form_of_a_config(block: Block) -> None:
+    needed = {"output_dir", "model", "data", "training", "optimizer"}
+    missing = [f"{name}: is missing." for name in needed]
+    assert [fault for fault in check_structure(yaml.safe_load(block.text)).faults if fault not in missing] == []
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)

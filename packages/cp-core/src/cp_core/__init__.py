@@ -18,7 +18,7 @@ from cp_collectives import (
 
 from . import cost
 from ._all_gather import AllGatherStrategy
-from ._batch import shard_batch_for_cp, unshard_sequence
+from ._batch import sequence_multiple, shard_batch_for_cp, unshard_sequence
 from ._digest import tensor_digest
 from ._gradients import clip_grad_norm, sum_gradients
 from ._launch_state import LaunchState
@@ -51,6 +51,7 @@ __all__ = [
     "flex_cp_allgather",
     "local_attention",
     "mean_global_loss",
+    "sequence_multiple",
     "shard_batch_for_cp",
     "sum_gradients",
     "tensor_digest",

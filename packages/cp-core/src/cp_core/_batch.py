@@ -73,6 +73,17 @@ def shard_batch_for_cp(
     return {**local, "cp_layout": layout}
 
 
+def sequence_multiple(cp_size: int, rules: Sequence[PaddingRule], *, multiple_of: int = 1) -> int:
+    """Return what a global sequence is padded to a multiple of, by all the rules that hold for it.
+
+    Args:
+        cp_size: C.
+        rules: The declared strategies.
+        multiple_of: A further multiple.
+    """
+    return math.lcm(cp_size, multiple_of, *(rule.padding_multiple(cp_size) for rule in rules))
+
+
 def unshard_sequence(x: torch.Tensor, dim: int, cp_mesh: DeviceMesh | None, layout: SequenceLayout) -> torch.Tensor:
     """Gather a sharded tensor to global order and drop the pads.
 
@@ -138,7 +149,7 @@ def _layout_of(
     rules = strategy if isinstance(strategy, Sequence) else [] if strategy is None else [strategy]
     return SequenceLayout.contiguous(
         global_length=fields["position_ids"].shape[1],
-        multiple_of=math.lcm(cp_size, multiple_of, *(rule.padding_multiple(cp_size) for rule in rules)),
+        multiple_of=sequence_multiple(cp_size, rules, multiple_of=multiple_of),
         cp_size=cp_size,
         cp_rank=mesh_rank(cp_mesh),
         real_keys=fields.get("attention_mask"),

@@ -1,31 +1,38 @@
 """Training under context parallelism from a config: declared, checked, planned, applied, run.
 
-Modules, lowest first: `_config`, `_config_file`, `_mesh`, `_plan`, `_resolver`, `_planner`, `_applier`, `_tokenizer`,
-`_text`, `_data`, `_model`, `_loss`, `_optimizer`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`,
-`_worker`, `_launcher`, `cli`.
+Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_structure`, `_mesh`, `_plan`, `_resolver`,
+`_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
+`_text`, `_data`, `_loss`, `_optimizer`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_worker`,
+`_launcher`, `cli`.
 """
 
 from importlib.metadata import version
 
 from ._applier import ShardingApplier, apply_sharding_plan
 from ._config import TrainerConfig
-from ._config_file import ConfigError, load_config
+from ._inspection import Correction, Inspection, Setting, inspect_config, load_config
 from ._mesh import MeshContext
 from ._model import HyperAutoModel
 from ._plan import ModuleShardingSpec, ShardingPlan
+from ._plan_report import PlanReport, plan_report
 from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
 from ._trainer import BaseTrainer, StepResult, TextTrainer
+from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")
 
 __all__ = [
     "BaseTrainer",
     "ConfigError",
+    "Correction",
     "HyperAutoModel",
+    "Inspection",
     "MeshContext",
     "ModuleShardingSpec",
     "PlanOverrideResolver",
+    "PlanReport",
+    "Setting",
     "ShardingApplier",
     "ShardingPlan",
     "ShardingPlanner",
@@ -33,5 +40,7 @@ __all__ = [
     "TextTrainer",
     "TrainerConfig",
     "apply_sharding_plan",
+    "inspect_config",
     "load_config",
+    "plan_report",
 ]

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import agree
-from cp_core import ContextParallelError
 from cp_wrappers import AppliedContextParallel, Meshes, install_boundaries
 
 from ._plan import ShardingPlan
@@ -26,14 +24,16 @@ class ShardingApplier:
 
     Args:
         plan: What `ShardingPlanner.plan` returned.
-        device_mesh: The mesh it was planned for.
+        device_mesh: The mesh it was planned for; None is enough at cp size 1.
     """
 
-    def __init__(self, plan: ShardingPlan, device_mesh: DeviceMesh) -> None:
+    def __init__(self, plan: ShardingPlan, device_mesh: DeviceMesh | None) -> None:
         self._plan, self._device_mesh = plan, device_mesh
 
     def apply(self, model: torch.nn.Module) -> AppliedContextParallel:
-        """Wrap every attention by its declaration; nothing at cp size 1.
+        """Wrap every attention by its declaration; at cp size 1 only those with a method of the user's own.
+
+        Every rank of the mesh calls it; all attentions are wrapped on all ranks, or none.
 
         Args:
             model: The planned model, not yet wrapped.
@@ -41,14 +41,18 @@ class ShardingApplier:
         Returns:
             A handle with `.report`, `.strategies` and `.remove()`.
         """
-        if self._plan.cp_size == 1:
-            return AppliedContextParallel()
-        meshes = Meshes(cp_mesh=cp_axis(self._device_mesh, self._plan.cp_size), mesh=self._device_mesh)
+        meshes = Meshes(cp_mesh=self._cp_mesh(), mesh=self._device_mesh)
         return install_boundaries(model, self._plan.boundaries, meshes=meshes)
+
+    def _cp_mesh(self) -> DeviceMesh | None:
+        names = () if self._device_mesh is None else self._device_mesh.mesh_dim_names or ()
+        if self._plan.cp_size == 1 and "cp" not in names:
+            return None
+        return cp_axis(self._device_mesh, self._plan.cp_size)
 
 
 def apply_sharding_plan(
-    model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh
+    model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh | None
 ) -> tuple[torch.nn.Module, TpGradInfo]:
     """Apply a plan and return the model with what tensor parallelism adds to the gradient step.
 
@@ -79,12 +83,7 @@ def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "M
     Raises:
         ContextParallelError: With all faults together, on all ranks, before any module changes.
     """
-    plan, fault = ShardingPlan(), None
-    try:
-        plan = _plan_of(model, config, mesh_context)
-    except ContextParallelError as error:
-        fault = error
-    agree(fault, mesh=mesh_context.world_mesh)
+    plan = _plan_of(model, config, mesh_context)
     return ShardingApplier(plan, mesh_context.device_mesh).apply(model)
 
 

@@ -2,12 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
 
 # Strict, because `cp_size: true` would else be 1.
-Count = Annotated[int, Field(ge=1, strict=True)]
-Quantity = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+Quantity = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
+# Lenient as to text, because YAML 1.1 takes 1e-3 for text.
+Number = Annotated[float, BeforeValidator(_no_switch)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -35,12 +45,12 @@ class DataConfig(Section):
     # The sources of the running interpreter's standard library.
     source: Literal["stdlib"] | None = None
     # Globs of text, .jsonl or .parquet files, relative to the current directory.
-    files: tuple[str, ...] | None = None
+    files: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     # The field of .jsonl and .parquet rows that holds the text.
     text_field: str = "text"
     # "byte", or a local folder or hub name for transformers' AutoTokenizer.
     tokenizer: str = "byte"
-    seq_length: Annotated[int, Field(ge=2, strict=True)]
+    seq_length: Annotated[int, Field(ge=2, le=2**28, strict=True)]
 
 
 class TrainingConfig(Section):
@@ -49,7 +59,7 @@ class TrainingConfig(Section):
     train_iters: Count
     global_batch_size: Count
     micro_batch_size: Count = 1
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[Number, Field(gt=0)] = 1.0
     seed: Quantity = 42
     activation_checkpoint: Literal["none", "full"] = "none"
 
@@ -58,8 +68,8 @@ class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, Field(ge=0)]
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr: Annotated[Number, Field(ge=0)]
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
 
 
 class LrSchedulerConfig(Section):
@@ -115,7 +125,7 @@ class PlanOverride(Section):
 class TrainerConfig(Section):
     """A training run."""
 
-    output_dir: str
+    output_dir: Text
     sharding_mode: Literal["production", "validate"] = "production"
     model: ModelConfig
     data: DataConfig

@@ -1,30 +1,55 @@
 """From specs to the plan of one model. It finds attentions; it never chooses a method."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_collectives import agree
 from cp_core import ContextParallelError, InvalidInputError, UnsupportedError
-from cp_wrappers import MethodDeclaration, plan_boundaries
+from cp_wrappers import (
+    BoundaryPlan,
+    Fault,
+    MethodDeclaration,
+    Suggestion,
+    check_declarations,
+    check_methods,
+    suggest_declarations,
+)
 
-from ._plan import ModuleShardingSpec, ShardingPlan
+from ._plan import ModuleShardingSpec, ResolvedOverride, ShardingPlan, as_yaml, entries_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCheck:
+    """What the specs come to on a model."""
+
+    boundaries: tuple[BoundaryPlan, ...]
+    faults: tuple[Fault, ...]
+    # What fits the model, where there are faults and something does.
+    suggestion: Suggestion | None = None
 
 
 class ShardingPlanner:
     """Makes a plan from the user's specs.
 
     Args:
-        plan_overrides: fnmatch pattern of module names -> what is declared for them.
+        plan_overrides: fnmatch pattern of module names -> what is declared for them; or what `PlanOverrideResolver`
+            returns.
     """
 
-    def __init__(self, plan_overrides: Mapping[str, ModuleShardingSpec]) -> None:
-        self._specs = dict(plan_overrides)
+    def __init__(self, plan_overrides: Mapping[str, ModuleShardingSpec] | Sequence[ResolvedOverride]) -> None:
+        self._overrides = (
+            tuple(_override(match, spec) for match, spec in plan_overrides.items())
+            if isinstance(plan_overrides, Mapping)
+            else tuple(plan_overrides)
+        )
 
     def plan(
         self,
         model: torch.nn.Module,
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None,
         *,
         tp_size: int = 1,
         cp_size: int = 1,
@@ -34,69 +59,134 @@ class ShardingPlanner:
     ) -> ShardingPlan:
         """Check the specs against a model and return what each attention will get; the model is not touched.
 
+        Every rank of the mesh calls it, and a fault on one stops all.
+
         Args:
             model: The model, not yet wrapped.
-            device_mesh: A mesh with an axis `cp` when `cp_size` is above 1.
+            device_mesh: A mesh with an axis `cp`; None is enough when `cp_size` is 1.
             tp_size, ep_size, sequence_parallel, loss_parallel: The other parallelisms; only 1 and False in this
                 version.
-            cp_size: Ranks over which the sequence is sharded.
+            cp_size: Ranks over which the sequence is sharded. At 1 only methods without a strategy of ours are planned:
+                the others would be identities.
 
         Raises:
             InvalidInputError: With all faults of the declarations together.
             UnsupportedError: For a parallelism that this version does not have.
         """
-        _refuse_other_parallelism(
-            {"tp_size": tp_size, "ep_size": ep_size},
-            {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel},
-        )
-        if cp_size == 1:
-            return ShardingPlan(module_specs=self._specs)
-        cp_mesh = cp_axis(device_mesh, cp_size)
-        faults = [fault for match, spec in self._specs.items() if (fault := _spec_fault(match, spec)) is not None]
-        declarations = [
-            MethodDeclaration(match=match, inner_target=spec.inner_target, inner_wrapper=spec.inner_wrapper)
-            for match, spec in self._specs.items()
-            if spec.inner_wrapper is not None
-        ]
+        check: PlanCheck | None = None
+        fault: ContextParallelError | None = None
         try:
-            boundaries = plan_boundaries(model, declarations, cp_mesh=cp_mesh)
+            _refuse_other_parallelism(
+                {"tp_size": tp_size, "ep_size": ep_size},
+                {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel},
+            )
+            _check_cp_size(device_mesh, cp_size)
+            check = self.check(model, cp_size=cp_size)
+            fault = plan_error(check) if check.faults else None
         except ContextParallelError as error:
-            if not faults:
-                raise
-            raise InvalidInputError("\n".join([*faults, str(error)])) from error
-        if faults:
-            raise InvalidInputError("\n".join(faults))
-        return ShardingPlan(module_specs=self._specs, boundaries=tuple(boundaries), cp_size=cp_size)
+            fault = error
+        agree(fault, mesh=_all_ranks(device_mesh))
+        if check is None:
+            raise AssertionError("no check was made, and no fault was found.")
+        return ShardingPlan(
+            module_specs={plan.fqn: self._spec_of(plan) for plan in check.boundaries},
+            boundaries=check.boundaries,
+            cp_size=cp_size,
+        )
+
+    def check(self, model: torch.nn.Module | None, *, cp_size: int, device: torch.device | None = None) -> PlanCheck:
+        """Check the specs against a model and return every fault; needs no ranks.
+
+        Args:
+            model: The model; it may be on the meta device. None looks at what shows without one.
+            cp_size: Ranks over which the sequence is sharded.
+            device: Where the model will run; None is where its parameters are.
+        """
+        faults = [Fault(message=message) for message in self._spec_faults(cp_size)]
+        declarations: list[MethodDeclaration] = []
+        for override in self._overrides:
+            try:
+                declarations.append(override.declaration())
+            except ContextParallelError as error:
+                faults.append(Fault(message=f"{_label(override)}: {error}"))
+        if model is None:
+            return PlanCheck(boundaries=(), faults=(*faults, *check_methods(declarations)))
+        check = check_declarations(model, declarations, cp_size=cp_size, device=device)
+        faults += check.faults
+        suggestion = (
+            suggest_declarations(model, declarations, cp_size=cp_size, device=device)
+            if faults and cp_size > 1
+            else None
+        )
+        return PlanCheck(boundaries=check.plans, faults=tuple(faults), suggestion=suggestion)
+
+    def _spec_faults(self, cp_size: int) -> Iterator[str]:
+        for override in self._overrides:
+            dispatch = override.spec.region_dispatch
+            if cp_size > 1 and dispatch is not False:
+                found = "lacks it" if dispatch is None else f"has {str(dispatch).lower()}"
+                yield (
+                    f"{_label(override)} needs region_dispatch: false, but {found}: the method communicates by itself, "
+                    "and a declarative boundary around it would do so again."
+                )
+
+    def _spec_of(self, plan: BoundaryPlan) -> ModuleShardingSpec:
+        place = _place(plan.declaration)
+        return next(override.spec for override in self._overrides if _place(override.declaration()) == place)
 
 
-def cp_axis(device_mesh: DeviceMesh, cp_size: int) -> DeviceMesh:
+def _override(match: str, spec: ModuleShardingSpec) -> ResolvedOverride:
+    if not isinstance(spec, ModuleShardingSpec):
+        raise InvalidInputError(
+            f"plan_overrides must map patterns to ModuleShardingSpec, but {match!r} has a {type(spec).__name__}."
+        )
+    return ResolvedOverride(match=match, spec=spec, source="plan_overrides")
+
+
+def _place(declaration: MethodDeclaration) -> tuple[str, str, str | None]:
+    return declaration.source, declaration.match, declaration.inner_target
+
+
+def _check_cp_size(device_mesh: DeviceMesh | None, cp_size: int) -> None:
+    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or cp_size < 1:
+        raise InvalidInputError(f"cp_size must be a whole number of at least 1, but is {cp_size!r}.")
+    if cp_size > 1:
+        cp_axis(device_mesh, cp_size)
+
+
+def _all_ranks(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    return device_mesh if device_mesh is None or device_mesh.ndim == 1 else device_mesh._flatten()
+
+
+def plan_error(check: PlanCheck) -> ContextParallelError:
+    """Return all faults of a check as one error, with entries that fit where there are any."""
+    lines = [fault.message for fault in check.faults]
+    entries = None if check.suggestion is None else entries_of(check.suggestion)
+    if check.suggestion is not None and entries is not None:
+        lines += [f"{check.suggestion.heading}:", as_yaml({"plan_overrides": entries})]
+    kind = UnsupportedError if all(fault.unsupported for fault in check.faults) else InvalidInputError
+    return kind("\n".join(lines))
+
+
+def cp_axis(device_mesh: DeviceMesh | None, cp_size: int) -> DeviceMesh:
     """Return the 1-D `cp` mesh of a device mesh.
 
     Raises:
         InvalidInputError: If there is no such axis, or it has another size.
     """
-    names = device_mesh.mesh_dim_names or ()
-    if "cp" not in names:
-        raise InvalidInputError(f"cp_size is {cp_size}, but the device mesh has no axis 'cp', only {', '.join(names)}.")
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
+    if device_mesh is None or "cp" not in names:
+        raise InvalidInputError(
+            f"cp_size is {cp_size}, but the device mesh has no axis 'cp'; its axes are {', '.join(names) or 'unnamed'}."
+        )
     cp_mesh = device_mesh["cp"]
     if cp_mesh.size() != cp_size:
         raise InvalidInputError(f"cp_size is {cp_size}, but axis 'cp' of the device mesh has {cp_mesh.size()} ranks.")
     return cp_mesh
 
 
-def _spec_fault(match: str, spec: ModuleShardingSpec) -> str | None:
-    if spec.inner_wrapper is not None and spec.local_compute_fn is not None:
-        return f"plan_overrides {match!r} declares both inner_wrapper and local_compute_fn; keep one of them."
-    if spec.local_compute_fn is not None:
-        return f"plan_overrides {match!r}: local_compute_fn is not supported in this version; declare an inner_wrapper."
-    if spec.inner_wrapper is None:
-        return f"plan_overrides {match!r} names no method; add inner_wrapper, for example inner_wrapper: sdpa_hf."
-    if spec.region_dispatch is not False:
-        return (
-            f"plan_overrides {match!r} needs region_dispatch: false, but has {spec.region_dispatch}: the wrapper "
-            "communicates by itself, and a declarative boundary around it would do so again."
-        )
-    return None
+def _label(override: ResolvedOverride) -> str:
+    return f"{override.source} ({override.match!r})"
 
 
 def _refuse_other_parallelism(sizes: Mapping[str, int], switches: Mapping[str, bool]) -> None:

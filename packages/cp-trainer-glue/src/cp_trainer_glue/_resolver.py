@@ -1,4 +1,4 @@
-"""From the entries of `plan_overrides` to one spec per pattern, or every fault of the entries at once."""
+"""From the entries of `plan_overrides` to those that hold in a run."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from cp_core import InvalidInputError
 
-from ._plan import ModuleShardingSpec
+from ._plan import ModuleShardingSpec, ResolvedOverride
 
 _logger = logging.getLogger("cp_trainer_glue")
 
@@ -16,7 +16,7 @@ class OverrideEntry(Protocol):
 
     @property
     def match(self) -> str:
-        """fnmatch pattern of full module names; `*` crosses dots."""
+        """fnmatch pattern of module names; `*` crosses dots."""
         ...
 
     @property
@@ -31,12 +31,12 @@ class OverrideEntry(Protocol):
 
     @property
     def inner_wrapper(self) -> str | Mapping[str, Any] | None:
-        """A registered name, or a mapping with `_target_`."""
+        """A registered name or a path, or a mapping with `_target_`."""
         ...
 
     @property
     def local_compute_fn(self) -> str | Mapping[str, Any] | None:
-        """A factory of the whole local computation."""
+        """A factory of the whole local computation: a path, or a mapping with `_target_`."""
         ...
 
     @property
@@ -50,35 +50,47 @@ class PlanOverrideResolver:
 
     Args:
         entries: The user's `plan_overrides`, in order.
+
+    Raises:
+        InvalidInputError: If an entry is something else.
     """
 
     def __init__(self, entries: Sequence[OverrideEntry]) -> None:
+        for entry in entries:
+            if not hasattr(entry, "when") or entry.when not in (None, "cp"):
+                raise InvalidInputError(
+                    f'an entry of plan_overrides must have match, when ("cp" or None) and a method, but is {entry!r}; '
+                    "take the plan_overrides of a TrainerConfig."
+                )
         self._entries = entries
 
-    def resolve(self, *, cp_size: int) -> dict[str, ModuleShardingSpec]:
-        """Return the specs that hold at this cp size, by pattern.
+    def resolve(self, *, cp_size: int) -> tuple[ResolvedOverride, ...]:
+        """Return the entries that hold at this cp size, in order.
 
         At cp size 1 entries with `when: cp` are skipped, with an INFO line each.
-
-        Raises:
-            InvalidInputError: If two entries have one pattern.
         """
-        specs: dict[str, ModuleShardingSpec] = {}
-        twice = []
         for entry in self._entries:
-            if entry.when == "cp" and cp_size == 1:
+            if not _holds(entry, cp_size):
                 _logger.info("cp_size is 1: skipping plan_overrides entry %r (when: cp).", entry.match)
-                continue
-            if entry.match in specs:
-                twice.append(entry.match)
-            specs[entry.match] = ModuleShardingSpec(
-                inner_target=entry.inner_target,
-                inner_wrapper=entry.inner_wrapper,
-                local_compute_fn=entry.local_compute_fn,
-                region_dispatch=entry.region_dispatch,
-            )
-        if twice:
-            raise InvalidInputError(
-                f"plan_overrides declares {', '.join(map(repr, twice))} more than once; keep one entry for each match."
-            )
-        return specs
+        return self.holding(cp_size=cp_size)
+
+    def holding(self, *, cp_size: int) -> tuple[ResolvedOverride, ...]:
+        """Return what `resolve` does, and log nothing."""
+        return tuple(
+            ResolvedOverride(match=entry.match, spec=_spec(entry), source=f"plan_overrides.{index}")
+            for index, entry in enumerate(self._entries)
+            if _holds(entry, cp_size)
+        )
+
+
+def _holds(entry: OverrideEntry, cp_size: int) -> bool:
+    return entry.when != "cp" or cp_size > 1
+
+
+def _spec(entry: OverrideEntry) -> ModuleShardingSpec:
+    return ModuleShardingSpec(
+        inner_target=entry.inner_target,
+        inner_wrapper=entry.inner_wrapper,
+        local_compute_fn=entry.local_compute_fn,
+        region_dispatch=entry.region_dispatch,
+    )

@@ -2,7 +2,6 @@
 
 import sysconfig
 from collections.abc import Iterator
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import datasets
 from cp_core import InvalidInputError
 
 from ._config import DataConfig
+from ._files import matching_files
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
@@ -29,7 +29,7 @@ def documents(config: DataConfig, cache_dir: Path) -> Iterator[str]:
     if config.files is None:
         yield from _standard_library()
         return
-    for path in _matching_files(config.files):
+    for path in matching_files(config.files):
         yield from _read_file(path, config.text_field, cache_dir)
 
 
@@ -38,16 +38,6 @@ def _standard_library() -> Iterator[str]:
     for path in sorted(root.rglob("*.py")):
         if not _INSTALLED_PACKAGES.intersection(path.parts):
             yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def _matching_files(patterns: tuple[str, ...]) -> list[Path]:
-    paths: set[Path] = set()
-    for pattern in patterns:
-        matched = {path for name in glob(pattern, recursive=True) if (path := Path(name)).is_file()}
-        if not matched:
-            raise InvalidInputError(f"data.files: {pattern!r} matches no file (relative to {Path.cwd()}).")
-        paths |= matched
-    return sorted(paths)
 
 
 def _read_file(path: Path, text_field: str, cache_dir: Path) -> Iterator[str]:

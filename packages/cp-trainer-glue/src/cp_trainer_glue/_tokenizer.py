@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from cp_core import InvalidInputError
 
+BYTE_TOKENIZER = "byte"
 Ids = npt.NDArray[np.int32]
 
 
@@ -65,4 +66,4 @@ class PretrainedTokenizer:
 
 def make_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` names."""
-    return ByteTokenizer() if name == "byte" else PretrainedTokenizer(name)
+    return ByteTokenizer() if name == BYTE_TOKENIZER else PretrainedTokenizer(name)

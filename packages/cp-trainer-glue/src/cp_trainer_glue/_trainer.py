@@ -13,11 +13,9 @@ import torch.distributed as dist
 from cp_collectives import CollectiveTrace, Platform, check_no_pending, gather_objects
 from cp_core import (
     GlobalLoss,
-    InvalidInputError,
     clip_grad_norm,
     count_valid_tokens,
     mean_global_loss,
-    shard_batch_for_cp,
     sum_gradients,
 )
 
@@ -28,7 +26,7 @@ from ._data import Batch, BatchStream, load_blocks
 from ._loss import token_loss_sum
 from ._mesh import MeshContext
 from ._metrics import MetricsFile, StepMetrics
-from ._model import HyperAutoModel, require_equal_parameters
+from ._model import HyperAutoModel, require_equal_parameters, require_vocabulary
 from ._optimizer import make_optimizer, make_scheduler
 from ._progress import Reporter
 from ._stop import StopRequest
@@ -154,7 +152,7 @@ class BaseTrainer:
         return self._batches
 
     def _shard(self, batch: Batch) -> dict[str, Any]:
-        return shard_batch_for_cp(batch, self.meshes.cp_mesh, strategy=self.applied.strategies)
+        return self.applied.shard_batch(batch)
 
     def _backward(self, batch: dict[str, Any], count: int, window_valid_tokens: int) -> GlobalLoss:
         local = {
@@ -239,13 +237,8 @@ class TextTrainer(BaseTrainer):
         Raises:
             InvalidInputError: If its vocabulary does not hold the tokenizer's ids.
         """
-        model: Any = HyperAutoModel.build(self.config.model)
-        vocab_size = model.config.vocab_size
-        if vocab_size < self.tokenizer.vocab_size:
-            raise InvalidInputError(
-                f"the model's vocab_size ({vocab_size}) must hold the {self.tokenizer.vocab_size} ids of "
-                f"tokenizer {self.config.data.tokenizer!r}."
-            )
+        model = HyperAutoModel.build(self.config.model)
+        require_vocabulary(model, self.tokenizer, self.config.data.tokenizer)
         built: torch.nn.Module = model
         return built
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_collectives import FailureReport, current_platform
-from cp_core import ContextParallelError, PeerError
+from cp_collectives import FailureReport, Platform, agree, current_platform, gather_objects
+from cp_core import ContextParallelError, InvalidInputError, PeerError
 
-from ._config_file import load_config
+from ._config import TrainerConfig
+from ._inspection import Setting, inspect_config
 from ._trainer import TextTrainer
 
 FAILED, INTERRUPTED = 1, 130
@@ -27,16 +29,13 @@ def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> in
         overrides: `--set` options.
         device_type: `"cpu"`, `"cuda"`, `"npu"`, or None for what this machine has.
     """
-    config = load_config(path, overrides)
-    platform = current_platform(device_type)
-    platform.load()
-    device = platform.device(int(os.environ["LOCAL_RANK"]))
-    platform.set_device(device)
+    platform, device = _device_of_rank(device_type)
     _set_up_logging(int(os.environ["RANK"]))
     dist.init_process_group(platform.process_group_backend)
     report = FailureReport()
     try:
         with report:
+            config = agreed_config(path, overrides, device)
             finished = TextTrainer(config, platform, device).train()
     except PeerError:
         return FAILED  # the rank that failed first says why
@@ -52,6 +51,54 @@ def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> in
         return FAILED
     dist.destroy_process_group()
     return 0 if finished else INTERRUPTED
+
+
+def _device_of_rank(device_type: str | None) -> tuple[Platform, torch.device]:
+    """Return the platform and device of this rank, with the device ready."""
+    numbers = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    if wrong := [f"{name}={value!r}" for name, value in numbers.items() if not value.isdecimal()]:
+        raise InvalidInputError(
+            f"the environment says that this is a rank of a run, but {', '.join(wrong)} is no number; start ranks with "
+            "torchrun, or unset RANK."
+        )
+    platform = current_platform(device_type)
+    try:
+        platform.load()
+        device = platform.device(int(numbers["LOCAL_RANK"]))
+        platform.set_device(device)
+    except (ImportError, RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
+        raise InvalidInputError(f"--device {platform.device_type} cannot be used here: {error}") from error
+    return platform, device
+
+
+def agreed_config(path: str, overrides: Sequence[str], device: torch.device) -> TrainerConfig:
+    """Read this rank's config and stop all ranks if one of them found a fault, or reads something else."""
+    world_size = dist.get_world_size()
+    world_mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("world",))
+    setting = Setting(world_size=world_size, origin="the launcher started", device=device)
+    inspection = inspect_config(path, overrides, setting=setting)
+    fault: ContextParallelError | None = None
+    try:
+        inspection.raise_faults()
+    except ContextParallelError as error:
+        fault = error
+    agree(fault, mesh=world_mesh)
+    if inspection.config is None:
+        raise AssertionError(f"{path} has neither a config nor a fault.")
+    _require_equal_configs(inspection.config, world_mesh)
+    return inspection.config
+
+
+def _require_equal_configs(config: TrainerConfig, world_mesh: DeviceMesh) -> None:
+    first, *others = gather_objects(config.model_dump(mode="json"), mesh=world_mesh)
+    for rank, other in enumerate(others, start=1):
+        sections = [name for name in first if first[name] != other[name]]
+        if sections:
+            name = sections[0]
+            raise InvalidInputError(
+                f"all ranks must read the same config, but rank {rank} differs from rank 0 in {', '.join(sections)}: "
+                f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}."
+            )
 
 
 def _set_up_logging(rank: int) -> None:

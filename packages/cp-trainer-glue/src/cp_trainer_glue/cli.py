@@ -7,49 +7,91 @@ from collections.abc import Sequence
 
 from cp_core import ContextParallelError
 
-from ._config_file import load_config
+from ._inspection import Inspection, Setting, inspect_config, planning_device
 from ._launcher import launch
-from ._worker import FAILED, run_rank
+from ._planning import WRONG_CONFIG, plan
+from ._worker import run_rank
 
-_WRONG_CONFIG = 2
+_DEVICES = ("cpu", "cuda", "npu")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `cp-train` and exit with its status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_run(_parser().parse_args(given), given))
+    if os.getcwd() not in sys.path:  # wrappers of the user's own are found beside the config, as under `python -m`
+        sys.path.insert(0, os.getcwd())
+    sys.exit(_main(_parser().parse_args(given), given))
+
+
+def _main(options: argparse.Namespace, given: Sequence[str]) -> int:
+    try:
+        return _plan(options) if options.command == "plan" else _run(options, given)
+    except ContextParallelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_CONFIG
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if os.environ.get("RANK", "0") != "0":  # one rank of torchrun is enough to say it
+        return 0
+    return plan(
+        options.config,
+        options.set,
+        num_ranks=options.nproc,
+        device_type=options.device,
+        json_path=options.json,
+    )
 
 
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     if "RANK" in os.environ:  # started by torchrun, or by this command itself
-        try:
-            return run_rank(options.config, options.set, options.device)
-        except ContextParallelError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return FAILED
-    try:
-        num_ranks = load_config(options.config, options.set).accelerator.world_size
-    except ContextParallelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _WRONG_CONFIG
-    if options.nproc not in (None, num_ranks):
-        print(
-            f"error: --nproc is {options.nproc}, but the accelerator sizes of {options.config} multiply to {num_ranks} "
-            "ranks; leave --nproc out, or change the sizes.",
-            file=sys.stderr,
-        )
-        return _WRONG_CONFIG
-    return launch(given, num_ranks)
+        return run_rank(options.config, options.set, options.device)
+    setting = Setting(world_size=options.nproc)
+    # The model costs a look only where something is wrong already: the ranks look at it anyway.
+    inspection = inspect_config(options.config, options.set, setting=setting, with_model=False)
+    if inspection.faults:
+        setting = Setting(world_size=options.nproc, device=planning_device(options.device))
+        inspection = inspect_config(options.config, options.set, setting=setting)
+    inspection.raise_faults()
+    return launch(given, _num_ranks(inspection))
+
+
+def _num_ranks(inspection: Inspection) -> int:
+    if inspection.config is None:
+        raise AssertionError(f"{inspection.name} has neither a config nor a fault.")
+    return inspection.config.accelerator.world_size
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, but is {text!r}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cp-train", description="Train on sequences too long for one device.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train from a config, or go on where it stopped")
-    run.add_argument("config", metavar="CONFIG.yaml")
-    run.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: what the config needs)")
-    run.add_argument("--device", choices=("cpu", "cuda", "npu"), help="device type (default: what this machine has)")
+    _add_common_options(run)
     run.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="replace a setting of the config; repeatable"
+        "--nproc", type=_positive, metavar="N", help="ranks to start here (default: what the config needs)"
+    )
+    plan_ = commands.add_parser(
+        "plan", help="explain what a config would run and what is wrong with it; starts nothing"
+    )
+    _add_common_options(plan_)
+    plan_.add_argument(
+        "--nproc", type=_positive, metavar="N", help="ranks there will be (default: what the config needs)"
+    )
+    plan_.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the plan as JSON; without FILE, print it instead"
     )
     return parser
+
+
+def _add_common_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG.yaml")
+    command.add_argument("--device", choices=_DEVICES, help="device type (default: what this machine has)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="replace a setting of the config; repeatable"
+    )

@@ -5,12 +5,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cp_collectives.testing import RankFailed
-from cp_core import shard_batch_for_cp, unshard_sequence
-from cp_trainer_glue import ModuleShardingSpec, ShardingPlanner, apply_sharding_plan
+from cp_trainer_glue import (
+    ModuleShardingSpec,
+    PlanOverrideResolver,
+    ShardingApplier,
+    ShardingPlanner,
+    apply_sharding_plan,
+)
+from cp_trainer_glue._planner import plan_error
+from cp_trainer_glue._structure import check_structure
+from cp_wrappers import inner_wrapper
 
 GOOD = ModuleShardingSpec(inner_target="self", inner_wrapper="sdpa_hf", region_dispatch=False)
 
@@ -27,34 +36,6 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def planned_and_applied() -> dict[str, Any]:
-    mesh, llama = device_mesh(), model()
-    tokens = torch.arange(11).view(1, 11)
-    expected = llama(input_ids=tokens, use_cache=False).logits
-    plan = ShardingPlanner(plan_overrides={"model.layers.*.self_attn": GOOD}).plan(
-        llama, mesh, tp_size=1, cp_size=2, ep_size=1, sequence_parallel=False, loss_parallel=False
-    )
-    wrapped, tp_grad_info = apply_sharding_plan(llama, plan, mesh)
-    local = shard_batch_for_cp({"input_ids": tokens}, mesh["cp"])
-    logits = unshard_sequence(wrapped(**local).logits, 1, mesh["cp"], local["cp_layout"])
-    return {
-        "boundaries": [boundary.fqn for boundary in plan.boundaries],
-        "same model": wrapped is llama,
-        "no tensor parallelism": tp_grad_info == {},
-        "close": bool((logits - expected).norm() <= 1e-12 * expected.norm()),
-    }
-
-
-def test_the_api_of_the_design_document_runs_as_printed(worlds: Any) -> None:
-    for found in worlds(2).run(planned_and_applied):
-        assert found == {
-            "boundaries": ["model.layers.0.self_attn", "model.layers.1.self_attn"],
-            "same model": True,
-            "no tensor parallelism": True,
-            "close": True,
-        }
-
-
 def plan_with(specs: dict[str, ModuleShardingSpec], **sizes: Any) -> None:
     ShardingPlanner(plan_overrides=specs).plan(model(), device_mesh(), **{"cp_size": 2, **sizes})
 
@@ -69,9 +50,13 @@ BOTH = ModuleShardingSpec(inner_wrapper="sdpa_hf", local_compute_fn="mine.fn", r
         (
             {"*.self_attn": ModuleShardingSpec(inner_wrapper="sdpa_hf")},
             {},
-            r"needs region_dispatch: false, but has None",
+            r"needs region_dispatch: false, but lacks it",
         ),
-        ({"*.self_attn": ModuleShardingSpec(inner_target="self")}, {}, r"'\*\.self_attn' names no method"),
+        (
+            {"*.self_attn": ModuleShardingSpec(inner_target="self")},
+            {},
+            r"plan_overrides \('\*\.self_attn'\) names no method",
+        ),
         ({}, {}, r"2 of 2 attentions have no context-parallel method"),
         ({"*.self_attn": GOOD, "*.1.self_attn": GOOD}, {}, r"model\.layers\.1\.self_attn is declared 2 times"),
         ({"*.self_attn": GOOD}, {"tp_size": 2}, r"tp_size 2: not supported in this version"),
@@ -86,6 +71,64 @@ def test_a_wrong_plan_is_refused(
         worlds(2).run(plan_with, specs, **sizes)
 
 
-def test_cp_size_1_plans_nothing() -> None:
-    plan = ShardingPlanner(plan_overrides={"*.self_attn": GOOD}).plan(model(), None, cp_size=1)
+@inner_wrapper
+def doubling(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    original = target_module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output, weights = original(*args, **kwargs)
+        return output * 2, weights
+
+    return forward
+
+
+OWN = ModuleShardingSpec(inner_target="self", inner_wrapper=doubling, region_dispatch=False)
+
+
+def test_cp_size_1_plans_no_method_of_ours() -> None:
+    llama = model()
+    plan = ShardingPlanner(plan_overrides={"*.self_attn": GOOD}).plan(llama, None, cp_size=1)
     assert plan.boundaries == ()
+    apply_sharding_plan(llama, plan, None)
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+def test_at_cp_size_1_a_method_of_the_users_own_is_applied_where_it_is_declared() -> None:
+    llama = model()
+    tokens = torch.arange(11).view(1, 11)
+    expected = llama(input_ids=tokens, use_cache=False).logits
+    plan = ShardingPlanner(plan_overrides={"model.layers.0.self_attn": OWN}).plan(llama, None, cp_size=1)
+    assert list(plan.module_specs) == ["model.layers.0.self_attn"]
+    applied = ShardingApplier(plan, None).apply(llama)
+    assert not torch.equal(llama(input_ids=tokens, use_cache=False).logits, expected)
+    assert llama.config._attn_implementation == "sdpa"
+    applied.remove()
+    assert torch.equal(llama(input_ids=tokens, use_cache=False).logits, expected)
+
+
+def test_a_dead_pattern_is_a_fault_at_cp_size_1_too() -> None:
+    with pytest.raises(ValueError, match=r"plan_overrides \('\*\.attention'\) matches no module"):
+        ShardingPlanner(plan_overrides={"*.attention": OWN}).plan(model(), None, cp_size=1)
+
+
+def test_cp_needs_a_mesh() -> None:
+    with pytest.raises(ValueError, match="cp_size is 2, but the device mesh has no axis 'cp'"):
+        ShardingPlanner(plan_overrides={"*.self_attn": GOOD}).plan(model(), None, cp_size=2)
+
+
+CORRECTABLE = {
+    "no-region-dispatch": {"*.self_attn": ModuleShardingSpec(inner_wrapper="sdpa_hf")},
+    "nothing-declared": {},
+    "own-wrapper-without-target": {"*.1": OWN, "*.0.self_attn": OWN, "dead": OWN},
+}
+
+
+@pytest.mark.parametrize("specs", CORRECTABLE.values(), ids=CORRECTABLE.keys())
+def test_the_entries_of_the_message_work_when_pasted(specs: dict[str, ModuleShardingSpec]) -> None:
+    check = ShardingPlanner(plan_overrides=specs).check(model(), cp_size=2)
+    assert check.faults
+    message = str(plan_error(check))
+    pasted = yaml.safe_load(message[message.index("plan_overrides:\n") :])
+    sections = check_structure({"plan_overrides": pasted["plan_overrides"]}).sections
+    overrides = PlanOverrideResolver(sections["plan_overrides"]).resolve(cp_size=2)
+    assert ShardingPlanner(overrides).check(model(), cp_size=2).faults == ()

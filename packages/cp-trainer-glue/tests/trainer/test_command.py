@@ -76,7 +76,8 @@ def test_a_fault_of_the_config_starts_no_rank(config: Path) -> None:
 def test_a_wrong_number_of_ranks_is_refused(config: Path) -> None:
     done = run(str(config), "--nproc", "3")
     assert done.returncode == 2
-    assert "--nproc is 3, but the accelerator sizes" in done.stderr
+    assert "the sizes multiply to 2 ranks" in done.stderr
+    assert "but --nproc is 3; without dp_replicate_size they multiply to 2, which does not divide 3." in done.stderr
 
 
 def test_a_fault_that_all_ranks_find_is_said_once(config: Path) -> None:
@@ -127,3 +128,78 @@ def test_a_killed_rank_ends_the_run_with_its_name(config: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 was ended by SIGKILL." in err
+
+
+def test_torchrun_with_a_config_that_one_rank_reads_differently_ends_with_that_ranks_message(config: Path) -> None:
+    other = config.with_name("other.yaml")
+    other.write_text(config.read_text().replace("*.self_attn", "*.attention"))
+    script = config.with_name("ranked.py")
+    script.write_text(
+        "import os, sys\nfrom cp_trainer_glue.cli import main\n"
+        "main(['run', sys.argv[1 + int(os.environ['RANK'])], '--device', 'cpu'])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(script), str(config), str(other)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("error: rank 1: ") == 1
+    assert "plan_overrides.0 ('*.attention') matches no module" in done.stderr
+    assert "cp_trainer_glue" not in "".join(line for line in done.stderr.splitlines() if line.startswith("  File"))
+
+
+def test_a_wrapper_beside_the_config_is_found(config: Path) -> None:
+    config.with_name("beside.py").write_text(
+        "from cp_wrappers import inner_wrapper\n"
+        "from cp_wrappers.wrappers import sdpa_hf_cp_wrapper\n\n\n"
+        "@inner_wrapper\n"
+        "def mine(target_module, mesh, tp_mesh, cp_mesh, ep_mesh):\n"
+        "    return sdpa_hf_cp_wrapper(target_module, mesh, tp_mesh, cp_mesh, ep_mesh)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    script = Path(sys.executable).with_name("cp-train")
+    options = ["--set", "plan_overrides.0.inner_wrapper={_target_: beside.mine}", "--set", "training.train_iters=1"]
+    for command in ("plan", "run"):
+        done = subprocess.run(
+            [str(script), command, config.name, *options],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+            env=environment,
+            cwd=config.parent,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "beside.mine" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "sentence"),
+    [
+        ({"RANK": "0"}, [], "this is a rank of a run, but LOCAL_RANK='', WORLD_SIZE='' is no number"),
+        ({"RANK": "abc", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, [], "but RANK='abc' is no number; start ranks with"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, ["--device", "npu"], "--device npu cannot be used here"),
+    ],
+    ids=["no local rank", "no number", "no such device"],
+)
+def test_an_environment_that_does_not_fit_is_said(
+    config: Path, environment: dict[str, str], options: list[str], sentence: str
+) -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*COMMAND, str(config), *options],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**clean, **environment},
+    )
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

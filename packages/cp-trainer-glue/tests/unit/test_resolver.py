@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cp_core import InvalidInputError
 from cp_trainer_glue import ModuleShardingSpec, PlanOverrideResolver
 
 
@@ -21,22 +20,27 @@ class Entry:
     region_dispatch: bool | None = False
 
 
-def test_an_entry_becomes_the_spec_of_its_pattern() -> None:
-    assert PlanOverrideResolver([Entry()]).resolve(cp_size=2) == {
-        "*.self_attn": ModuleShardingSpec(inner_target="self", inner_wrapper="sdpa_hf", region_dispatch=False)
-    }
+SPEC = ModuleShardingSpec(inner_target="self", inner_wrapper="sdpa_hf", region_dispatch=False)
+
+
+def test_an_entry_becomes_a_spec_that_knows_where_it_stands() -> None:
+    first, second = PlanOverrideResolver([Entry(), Entry(match="*.cross_attn")]).resolve(cp_size=2)
+    assert (first.match, first.spec, first.source) == ("*.self_attn", SPEC, "plan_overrides.0")
+    assert (second.match, second.source) == ("*.cross_attn", "plan_overrides.1")
 
 
 def test_when_cp_is_skipped_at_cp_size_1_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="cp_trainer_glue"):
-        assert PlanOverrideResolver([Entry()]).resolve(cp_size=1) == {}
+        assert PlanOverrideResolver([Entry()]).resolve(cp_size=1) == ()
     assert caplog.messages == ["cp_size is 1: skipping plan_overrides entry '*.self_attn' (when: cp)."]
 
 
 def test_an_entry_without_when_always_holds() -> None:
-    assert list(PlanOverrideResolver([Entry(when=None)]).resolve(cp_size=1)) == ["*.self_attn"]
+    (override,) = PlanOverrideResolver([Entry(when="cp"), Entry(match="*.mine", when=None)]).resolve(cp_size=1)
+    assert (override.match, override.source) == ("*.mine", "plan_overrides.1")
 
 
-def test_two_entries_with_one_pattern_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"declares '\*\.self_attn' more than once"):
-        PlanOverrideResolver([Entry(), Entry(inner_wrapper="sdpa_qkv")]).resolve(cp_size=2)
+def test_looking_at_what_holds_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="cp_trainer_glue"):
+        assert PlanOverrideResolver([Entry()]).holding(cp_size=1) == ()
+    assert caplog.messages == []

@@ -1,17 +1,30 @@
 """How context-parallel methods meet attention modules: declared per module, checked together, applied and removed.
 
-Modules, lowest first: `_inner_wrapper`, `_targets`, `_registry`, `_model_spec`, `_boundaries`, `_boundary`,
-`_declaration`, `_transformers` (the only one that imports transformers), `wrappers`, `_apply`.
+Modules, lowest first: `_inner_wrapper`, `_targets`, `_faults`, `_names`, `_registry`, `_model_spec`, `_boundaries`,
+`_boundary`, `_transformers` (the only one that imports transformers), `_declaration`, `_methods`, `_reach`, `_check`,
+`_suggestion`, `wrappers`, `_install`, `_apply`.
 """
 
 from importlib.metadata import version
 
-from ._apply import AppliedContextParallel, BoundaryReport, Meshes, apply_context_parallel, install_boundaries
+from ._apply import apply_context_parallel
 from ._boundaries import attention_shape, find_attention_boundaries
-from ._declaration import BoundaryPlan, MethodDeclaration, plan_boundaries
+from ._check import DeclarationCheck, check_declarations, check_methods, plan_boundaries
+from ._declaration import BoundaryPlan, MethodDeclaration
+from ._faults import Fault
 from ._inner_wrapper import CONTEXT_PARAMETERS, WrapperContract, inner_wrapper
+from ._install import AppliedContextParallel, BoundaryReport, Meshes, install_boundaries
+from ._methods import MethodVerdict, judge_methods
 from ._model_spec import ModelSpec, model_spec, register_cp_model_spec
-from ._registry import ResolvedWrapper, WrapperDeclaration, inner_wrapper_names, resolve_inner_wrapper
+from ._registry import (
+    ResolvedWrapper,
+    WrapperDeclaration,
+    inner_wrapper_names,
+    register_inner_wrapper,
+    resolve_inner_wrapper,
+    resolve_local_compute_fn,
+)
+from ._suggestion import Suggestion, suggest_declarations
 
 __version__ = version("cp-wrappers")
 
@@ -20,20 +33,30 @@ __all__ = [
     "AppliedContextParallel",
     "BoundaryPlan",
     "BoundaryReport",
+    "DeclarationCheck",
+    "Fault",
     "Meshes",
     "MethodDeclaration",
+    "MethodVerdict",
     "ModelSpec",
     "ResolvedWrapper",
+    "Suggestion",
     "WrapperContract",
     "WrapperDeclaration",
     "apply_context_parallel",
     "attention_shape",
+    "check_declarations",
+    "check_methods",
     "find_attention_boundaries",
     "inner_wrapper",
     "inner_wrapper_names",
     "install_boundaries",
+    "judge_methods",
     "model_spec",
     "plan_boundaries",
     "register_cp_model_spec",
+    "register_inner_wrapper",
     "resolve_inner_wrapper",
+    "resolve_local_compute_fn",
+    "suggest_declarations",
 ]

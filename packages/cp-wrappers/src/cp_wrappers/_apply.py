@@ -1,86 +1,24 @@
-"""Wrapping the attentions of a model, all or none, and taking the wrappers off again."""
+"""`apply_context_parallel`: declared, checked and applied in one call."""
 
+import ast
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_collectives import agree, mesh_size
-from cp_core import ContextParallelError, ContextParallelStrategy, InvalidInputError, SequenceLayout
+from cp_core import ContextParallelError, InvalidInputError
 
-from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, detach
-from ._declaration import BoundaryPlan, MethodDeclaration, plan_boundaries
+from ._check import check_declarations
+from ._declaration import BoundaryPlan, MethodDeclaration
+from ._faults import Fault, raise_faults
+from ._install import AppliedContextParallel, Meshes, install_boundaries, unwrapped
 from ._registry import WrapperDeclaration
-
-if TYPE_CHECKING:
-    from ._transformers import Adoption
+from ._suggestion import Suggestion, suggest_declarations
+from ._targets import fault_in
 
 _logger = logging.getLogger("cp_wrappers")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoundaryReport:
-    """What one attention got, and by which declaration."""
-
-    fqn: str
-    wrapper: str
-    match: str
-    strategy: ContextParallelStrategy | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Meshes:
-    """The meshes that a wrapper is handed; None where the run has no such axis."""
-
-    cp_mesh: DeviceMesh | None
-    mesh: DeviceMesh | None = None
-    tp_mesh: DeviceMesh | None = None
-    ep_mesh: DeviceMesh | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class AppliedContextParallel:
-    """A wrapped model; made by `apply_context_parallel`."""
-
-    # One row per attention, in the model's order; empty at cp size 1.
-    report: tuple[BoundaryReport, ...] = ()
-    _modules: tuple[torch.nn.Module, ...] = ()
-    # The forward that stood on each instance before, None where the class's own did.
-    _earlier_forwards: tuple[object | None, ...] = ()
-    _adoption: "Adoption | None" = field(default=None)
-
-    @property
-    def strategies(self) -> tuple[ContextParallelStrategy, ...]:
-        """The distinct strategies in use; hand them to `shard_batch_for_cp`."""
-        return tuple(dict.fromkeys(row.strategy for row in self.report if row.strategy is not None))
-
-    def set_layout(self, layout: SequenceLayout) -> None:
-        """Set the layout of the next forwards, for models that do not hand keyword arguments on to their attentions.
-
-        Args:
-            layout: The `cp_layout` of the batch.
-
-        Raises:
-            LifecycleError: If a forward under a different layout still awaits its backward.
-        """
-        for module in self._modules:
-            boundary = boundary_of(module)
-            if boundary is not None:
-                boundary.set_layout(layout)
-
-    def remove(self) -> None:
-        """Give the model its own forwards and attention implementation back."""
-        for module, earlier in zip(self._modules, self._earlier_forwards, strict=True):
-            module.__dict__.pop("forward", None)
-            if earlier is not None:
-                module.__dict__["forward"] = earlier
-            detach(module)
-        if self._adoption is not None:
-            self._adoption.restore()
-        self.report, self._modules, self._earlier_forwards, self._adoption = (), (), (), None
 
 
 def apply_context_parallel(
@@ -111,98 +49,85 @@ def apply_context_parallel(
         >>> applied = apply_context_parallel(model, cp_mesh, {"*.self_attn": "sdpa_hf"})
         >>> batch = shard_batch_for_cp(global_batch, cp_mesh, strategy=applied.strategies)
     """
+    if cp_mesh is not None and not isinstance(cp_mesh, DeviceMesh):
+        raise InvalidInputError(f"cp_mesh must be a 1-D DeviceMesh or None, but is {cp_mesh!r}.")
     if mesh_size(cp_mesh) == 1:
         _logger.info("cp size 1: no attention is wrapped.")
-        return AppliedContextParallel()
-    plans, error = _try_plan(model, _as_sequence(declarations), cp_mesh)
-    agree(error, mesh=cp_mesh)
+        return unwrapped(model, cp_mesh)
+    plans: tuple[BoundaryPlan, ...] = ()
+
+    def make_plan() -> None:
+        nonlocal plans
+        plans = _checked_plans(model, declarations, cp_size=mesh_size(cp_mesh))
+        if meshes is not None and meshes.cp_mesh is not cp_mesh:
+            raise InvalidInputError("meshes.cp_mesh must be the cp_mesh that is given beside it.")
+
+    agree(fault_in(make_plan), mesh=cp_mesh)
     return install_boundaries(model, plans, meshes=meshes or Meshes(cp_mesh=cp_mesh))
+
+
+def _checked_plans(
+    model: torch.nn.Module,
+    declarations: Mapping[str, WrapperDeclaration] | Sequence[MethodDeclaration],
+    *,
+    cp_size: int,
+) -> tuple[BoundaryPlan, ...]:
+    declared, faults = _as_sequence(declarations)
+    check = check_declarations(model, declared, cp_size=cp_size)
+    try:
+        raise_faults([*faults, *check.faults])
+    except ContextParallelError as error:
+        suggested = suggest_declarations(model, declared, cp_size=cp_size)
+        text = None if suggested is None else _as_python(suggested, as_mapping=isinstance(declarations, Mapping))
+        if suggested is None or text is None:
+            raise
+        raise type(error)(f"{error}\n{suggested.heading}:\n{text}") from None
+    return check.plans
 
 
 def _as_sequence(
     declarations: Mapping[str, WrapperDeclaration] | Sequence[MethodDeclaration],
-) -> Sequence[MethodDeclaration]:
+) -> tuple[list[MethodDeclaration], list[Fault]]:
     if isinstance(declarations, Mapping):
-        return [MethodDeclaration(match=match, inner_wrapper=wrapper) for match, wrapper in declarations.items()]
-    return declarations
+        declared, faults = [], []
+        for match, wrapper in declarations.items():
+            try:
+                declared.append(MethodDeclaration(match=match, inner_wrapper=wrapper))
+            except ContextParallelError as error:
+                faults.append(Fault(message=str(error)))
+        return declared, faults
+    if not isinstance(declarations, Sequence) or not all(isinstance(d, MethodDeclaration) for d in declarations):
+        raise InvalidInputError(
+            "declarations must be {pattern: wrapper} or a sequence of MethodDeclaration, but got "
+            f"{type(declarations).__name__}."
+        )
+    return list(declarations), []
 
 
-def _try_plan(
-    model: torch.nn.Module, declarations: Sequence[MethodDeclaration], cp_mesh: DeviceMesh | None
-) -> tuple[list[BoundaryPlan], ContextParallelError | None]:
+def _as_python(suggested: Suggestion, *, as_mapping: bool) -> str | None:
+    """Return declarations as a user would write them; None if one holds what has no name or literal."""
+    declarations = suggested.declarations
     try:
-        plans = plan_boundaries(model, declarations, cp_mesh=cp_mesh)
-    except ContextParallelError as error:
-        return [], error
-    return plans, None
-
-
-def install_boundaries(
-    model: torch.nn.Module, plans: Sequence[BoundaryPlan], *, meshes: Meshes
-) -> AppliedContextParallel:
-    """Wrap the attentions of a model by a plan that `plan_boundaries` made for it.
-
-    Args:
-        model: The planned model.
-        plans: One plan per attention.
-        meshes: What the wrappers are handed.
-
-    Returns:
-        The same handle as `apply_context_parallel`.
-    """
-    adoption = _adopt(model)
-    earlier = (
-        {}
-        if adoption is None
-        else {id(module): implementation for inner, implementation, _ in adoption.earlier for module in inner.modules()}
-    )
-    forwards = []
-    for plan in plans:
-        forwards.append(plan.module.__dict__.get("forward"))
-        boundary = AttentionBoundary(name=plan.fqn, strategy=plan.strategy, cp_mesh=meshes.cp_mesh)
-        boundary.earlier_implementation = earlier.get(id(plan.module))
-        attach(plan.module, boundary)
-        _wrap(plan, meshes)
-    return AppliedContextParallel(
-        report=tuple(
-            BoundaryReport(fqn=plan.fqn, wrapper=plan.wrapper.name, match=plan.match, strategy=plan.strategy)
-            for plan in plans
-        ),
-        _modules=tuple(plan.module for plan in plans),
-        _earlier_forwards=tuple(forwards),
-        _adoption=adoption,
-    )
-
-
-def _wrap(plan: BoundaryPlan, meshes: Meshes) -> None:
-    before = plan.module.forward
-    replacement = plan.wrapper.function(
-        target_module=plan.module,
-        mesh=meshes.mesh,
-        tp_mesh=meshes.tp_mesh,
-        cp_mesh=meshes.cp_mesh,
-        ep_mesh=meshes.ep_mesh,
-        **plan.wrapper.arguments,
-    )
-    if replacement is None:
-        if plan.module.forward == before:
-            raise InvalidInputError(
-                f"{plan.fqn}: wrapper {plan.wrapper.name!r} returned None and left forward as it was; return a "
-                "replacement, or set target_module.forward."
-            )
-        replacement = plan.module.forward
-    if not isinstance(replacement, BoundaryForward):
-        replacement = ForeignForward(plan.fqn, replacement)
-    plan.module.__dict__["forward"] = replacement
-
-
-def _adopt(model: torch.nn.Module) -> "Adoption | None":
-    """Send transformers models through their seam; models of other kinds need none, and no transformers installed."""
-    if not any(hasattr(getattr(module, "config", None), "_attn_implementation") for module in model.modules()):
+        if as_mapping and all(declaration.local_compute_fn is None for declaration in declarations):
+            rows = [f"    {d.match!r}: {_written(d.inner_wrapper)}," for d in declarations]
+            return "\n".join(["{", *rows, "}"])
+        return "\n".join(["[", *map(_written_declaration, declarations), "]"])
+    except ValueError:
         return None
-    from ._transformers import adopt
 
-    adoption = adopt(model)
-    if any(use_cache for _, _, use_cache in adoption.earlier):
-        _logger.info("config.use_cache was True and is now False: key/value caches are for inference.")
-    return adoption
+
+def _written_declaration(declaration: MethodDeclaration) -> str:
+    names = ("match", "inner_target", "inner_wrapper", "local_compute_fn")
+    values = {name: getattr(declaration, name) for name in names}
+    fields = ", ".join(f"{name}={_written(value)}" for name, value in values.items() if value is not None)
+    return f"    MethodDeclaration({fields}),"
+
+
+def _written(value: object) -> str:
+    """Return a function by its name, anything else as a literal; ValueError for what has neither."""
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str) and name.isidentifier():
+        return name
+    literal = repr(value)
+    ast.literal_eval(literal)
+    return literal

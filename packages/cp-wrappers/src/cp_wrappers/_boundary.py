@@ -1,5 +1,6 @@
 """One wrapped attention: its method, its mesh, and what it must see in each forward."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,11 +42,16 @@ class AttentionBoundary:
         copied._default_layout = self._default_layout
         return copied
 
-    def set_layout(self, layout: SequenceLayout) -> None:
-        """Set the layout for forwards that are not given one.
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UnsupportedError(
+            f"{self.name}: a wrapped model cannot be pickled; save its state_dict, or call remove() before."
+        )
+
+    def check_layout(self, layout: SequenceLayout) -> None:
+        """Refuse a layout while a forward under a different one still awaits its backward.
 
         Raises:
-            LifecycleError: If a forward under a different layout still awaits its backward.
+            LifecycleError: Naming the module.
         """
         waiting = any(not awaiting.done and not awaiting.layout.equals(layout) for awaiting in self._awaiting_backward)
         if waiting:
@@ -53,7 +59,16 @@ class AttentionBoundary:
                 f"{self.name}: a different layout was set while an earlier forward awaits its backward; recomputation "
                 "would read the wrong one. Run the backward first, or pass cp_layout as a keyword argument."
             )
+
+    def set_layout(self, layout: SequenceLayout) -> None:
+        """Set the layout for forwards that are not given one."""
         self._default_layout = layout
+
+    def with_layout(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a forward with the layout that was set, if they lack one."""
+        if kwargs.get(LAYOUT_KEYWORD) is None and self._default_layout is not None:
+            return {**kwargs, LAYOUT_KEYWORD: self._default_layout}
+        return kwargs
 
     @contextmanager
     def forward_call(self, kwargs: dict[str, Any]) -> Iterator[None]:
@@ -117,10 +132,13 @@ class BoundaryForward:
 class ForeignForward:
     """A replacement forward that a user's wrapper made; it cannot be copied with the model."""
 
-    def __init__(self, name: str, replacement: Callable[..., Any]) -> None:
-        self._name, self._replacement = name, replacement
+    def __init__(self, boundary: AttentionBoundary, replacement: Callable[..., Any]) -> None:
+        self._name, self._boundary, self._replacement = boundary.name, boundary, replacement
+        self._takes_layout = _takes_keyword(replacement, LAYOUT_KEYWORD)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._takes_layout:
+            kwargs = self._boundary.with_layout(kwargs)
         return self._replacement(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -128,6 +146,14 @@ class ForeignForward:
             f"{self._name}: a model whose forward was replaced by a user's wrapper cannot be copied, since the copy "
             "would run this model's modules; copy first and apply then, or call remove() before."
         )
+
+
+def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return False
+    return any(p.kind is p.VAR_KEYWORD or (p.name == name and p.kind is not p.POSITIONAL_ONLY) for p in parameters)
 
 
 def boundary_of(module: torch.nn.Module) -> AttentionBoundary | None:

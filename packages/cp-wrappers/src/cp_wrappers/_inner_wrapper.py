@@ -64,7 +64,7 @@ def inner_wrapper(
     """
 
     def mark(wrapper: Wrapper) -> Wrapper:
-        contract = WrapperContract(data_parameters=_data_parameters(wrapper), strategy=strategy, check=check)
+        contract = WrapperContract(data_parameters=data_parameters(wrapper), strategy=strategy, check=check)
         setattr(wrapper, _CONTRACT_ATTRIBUTE, contract)
         return wrapper
 
@@ -77,22 +77,37 @@ def contract_of(function: object) -> WrapperContract | None:
     return contract if isinstance(contract, WrapperContract) else None
 
 
-def _data_parameters(wrapper: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    name = getattr(wrapper, "__qualname__", repr(wrapper))
-    parameters = dict(inspect.signature(wrapper).parameters)
+def data_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function beside the five context parameters: its data, by name.
+
+    Raises:
+        InvalidInputError: If a context parameter is missing or has a default, or parameters are collected with `*` or
+            `**`.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(
+            f"{name} has no parameters that can be read; use a function with {', '.join(CONTEXT_PARAMETERS)}."
+        ) from error
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise InvalidInputError(f"{name} must be a plain function, not an async one or a generator.")
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    if positional:
+        raise InvalidInputError(f"{name} must take {', '.join(positional)} by name, not by position only.")
     collected = [str(p) for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if collected:
         raise InvalidInputError(
-            f"wrapper {name} collects parameters with {', '.join(collected)}; name each data parameter, so that a "
-            "misspelt one is an error."
+            f"{name} collects parameters with {', '.join(collected)}; name each data parameter, so that a misspelt one "
+            "is an error."
         )
+    empty = inspect.Parameter.empty
     missing = [context for context in CONTEXT_PARAMETERS if context not in parameters]
-    defaulted = [
-        c for c in CONTEXT_PARAMETERS if c in parameters and parameters[c].default is not inspect.Parameter.empty
-    ]
+    defaulted = [c for c in CONTEXT_PARAMETERS if c in parameters and parameters[c].default is not empty]
     if missing or defaulted:
         raise InvalidInputError(
-            f"wrapper {name} must take {', '.join(CONTEXT_PARAMETERS)} without defaults; missing: "
+            f"{name} must take {', '.join(CONTEXT_PARAMETERS)} without defaults; missing: "
             f"{', '.join(missing) or 'none'}; with a default: {', '.join(defaulted) or 'none'}."
         )
     return {key: value for key, value in parameters.items() if key not in CONTEXT_PARAMETERS}

@@ -69,6 +69,11 @@ def register_cp_model_spec(
     Raises:
         InvalidInputError: If the architecture has a different spec, or no targets are given.
     """
+    for name, value in (("attention_targets", attention_targets), ("wrappers", wrappers)):
+        if isinstance(value, str):
+            raise InvalidInputError(
+                f"{name} of the model spec of {architecture!r} must be a tuple, such as ({value!r},)."
+            )
     if not attention_targets:
         raise InvalidInputError(f"the model spec of {architecture!r} names no attention_targets.")
     spec = ModelSpec(

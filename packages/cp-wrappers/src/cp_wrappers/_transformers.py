@@ -6,13 +6,14 @@ The implementation's name stands in the model's config and holds for all its mod
 method meets it too and raises. The mask function returns None: causality and padding are in the sequence layout.
 """
 
+import copy
+import inspect
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -38,36 +39,53 @@ _INERT_KEYWORDS = frozenset(
         "use_cache",
     }
 )
+# Implementations that are causal without a mask, as their module says.
+_CAUSAL_BY_THEMSELVES = ("sdpa", "flash_attention_2", "flash_attention_3")
 _REFUSED_ROTARY = ("dynamic", "longrope")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Adoption:
-    """A model whose attention goes through this seam, and what it went through before."""
+    """Modules whose attention goes through this seam: each has a copy of its config, which other models do not see."""
 
-    # (model, its earlier implementation, its earlier config.use_cache)
-    earlier: tuple[tuple[PreTrainedModel, str, bool | None], ...]
+    # Each module with the config it had before.
+    _configs: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
+
+    def add(self, module: torch.nn.Module, copied: Any) -> None:
+        """Give a module a copy of its config that names this seam and makes no cache."""
+        self._configs.append((module, module.config))
+        copied._attn_implementation_internal = IMPLEMENTATION
+        if getattr(copied, "use_cache", False):
+            copied.use_cache = False
+        module.config = copied
+
+    @property
+    def had_cache(self) -> bool:
+        """Whether a cache was on before."""
+        return any(getattr(config, "use_cache", False) for _, config in self._configs)
+
+    def earlier_implementations(self) -> dict[int, str]:
+        """Return the earlier implementation by the id of each module."""
+        return {id(module): config._attn_implementation for module, config in self._configs}
 
     def restore(self) -> None:
-        """Give each model its earlier implementation back."""
-        for model, implementation, use_cache in self.earlier:
-            model.set_attn_implementation(implementation)
-            if use_cache is not None:
-                model.config.use_cache = use_cache
+        """Give each module its own config back."""
+        for module, config in self._configs:
+            module.config = config
+        self._configs = []
 
 
 def adopt(model: torch.nn.Module) -> Adoption:
-    """Send all attention of the transformers models inside `model` through the seam, and turn their caches off."""
+    """Send all attention of transformers inside `model` through the seam, and turn caches off."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    earlier = []
-    for inner in _outermost_models(model):
-        use_cache = getattr(inner.config, "use_cache", None)
-        earlier.append((inner, inner.config._attn_implementation, use_cache))
-        inner.set_attn_implementation(IMPLEMENTATION)
-        if use_cache:
-            inner.config.use_cache = False
-    return Adoption(earlier=tuple(earlier))
+    adoption = Adoption()
+    memo: dict[int, Any] = {}  # what modules share stays shared, and a part of a composite config its part
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            adoption.add(module, copy.deepcopy(config, memo))
+    return adoption
 
 
 def is_transformers_attention(module: torch.nn.Module) -> bool:
@@ -86,10 +104,15 @@ def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
             f"{fqn} ({type(module).__name__}) is not an attention of transformers, which is what the _hf wrappers of "
             "this version take."
         )
+    if not _dispatches_by_name(module):
+        raise UnsupportedError(
+            f"{fqn} ({type(module).__name__}) computes its attention by itself, not by its config's attention "
+            "implementation, which is where the _hf wrappers take part."
+        )
     config: Any = module.config
     window, softcap = _window_of(module, config), getattr(config, "attn_logit_softcapping", None)
     layer_type = _layer_type_of(module, config)
-    dropout = getattr(module, "attention_dropout", 0.0)
+    dropout = getattr(module, "attention_dropout", getattr(module, "attn_dropout", 0.0))
     dropout = getattr(dropout, "p", dropout)  # some families keep the module, some the probability
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     settings = {
@@ -109,6 +132,26 @@ def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
         )
 
 
+def refuse_without_mask(module: torch.nn.Module, fqn: str) -> None:
+    """Refuse, for a wrapper of the user's own, an attention that would lose its causality with its mask.
+
+    Raises:
+        UnsupportedError: Naming the module and its implementation.
+    """
+    config: Any = module.config
+    implementation = config._attn_implementation
+    if implementation not in (*_CAUSAL_BY_THEMSELVES, "eager"):
+        raise UnsupportedError(
+            f"{fqn}: the model's attn_implementation {implementation!r} takes causality from a mask, which it does not "
+            "get under a wrapper of your own; use sdpa or eager."
+        )
+
+
+def _dispatches_by_name(module: torch.nn.Module) -> bool:
+    forwards = (kind.__dict__.get("forward") for kind in type(module).__mro__)
+    return any("ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(f).__globals__ for f in forwards if inspect.isfunction(f))
+
+
 def _window_of(module: Any, config: Any) -> int | None:
     """Return the keys that a layer's queries see at most, None for all; families note it in three places."""
     window: int | None
@@ -124,14 +167,6 @@ def _window_of(module: Any, config: Any) -> int | None:
 def _layer_type_of(module: Any, config: Any) -> str | None:
     layer_types = getattr(config, "layer_types", None)
     return layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
-
-
-def _outermost_models(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
-    if isinstance(model, PreTrainedModel):
-        yield model
-        return
-    for child in model.children():
-        yield from _outermost_models(child)
 
 
 def _attention(
@@ -204,14 +239,39 @@ def _earlier_attention(
     # transformers keeps eager attention in each modeling file, not in the registry.
     function = modeling.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     given = {key: value for key, value in options.items() if value is not None}
-    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, *tensors, None, **given)
+    mask = _causal_mask(module, tensors, boundary.name) if name == "eager" else None
+    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, *tensors, mask, **given)
     return result
+
+
+def _causal_mask(
+    module: torch.nn.Module, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], name: str
+) -> torch.Tensor | None:
+    """Return the additive mask `[1, 1, L, L]` without which eager attention of transformers would not be causal."""
+    query, key, _ = tensors
+    if not getattr(module, "is_causal", True):
+        return None
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries != num_keys:
+        raise UnsupportedError(
+            f"{name}: eager attention was called with {num_queries} queries and {num_keys} keys under a wrapper of "
+            "your own, and where the queries stand among the keys is not known; use attn_implementation sdpa."
+        )
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+    mask = torch.zeros(1, 1, num_queries, num_keys, dtype=query.dtype, device=query.device)
+    return mask.masked_fill(~visible, torch.finfo(query.dtype).min)
 
 
 def _no_mask(
     *_args: Any, mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None, **_kwargs: Any
 ) -> None:
     """Mask function of transformers: the layout says all, so whatever asks for another mask is refused."""
+    if mask_function is not causal_mask_function and torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "under torch.compile of the whole model transformers asks for a mask of packed documents whatever "
+            "position_ids say, which context parallelism cannot tell from real ones; compile the layers one by one, "
+            "for example [layer.compile() for layer in model.model.layers]."
+        )
     if mask_function is not causal_mask_function:
         raise UnsupportedError(
             "the model asks for a mask that is not plainly causal (a window, chunks, a prefix, full attention, or "
@@ -220,6 +280,6 @@ def _no_mask(
         )
     if attention_mask is not None:
         raise InvalidInputError(
-            f"the model was given an attention_mask {tuple(attention_mask.shape)} directly; give the global mask to "
-            "shard_batch_for_cp, which puts it into the layout."
+            f"the model was given an attention_mask {tuple(attention_mask.shape)} directly, or made one itself; give "
+            "the global mask to shard_batch_for_cp, which puts it into the layout."
         )

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_core import AllGatherStrategy, ContextParallelStrategy
 
+from ._boundaries import attention_shape
 from ._boundary import AttentionBoundary, BoundaryForward, attach, boundary_of
 from ._inner_wrapper import inner_wrapper
 
@@ -52,6 +53,10 @@ def _intercepted(
     """Return the forward under which the module's attention call goes through the strategy."""
     boundary = boundary_of(module)
     if boundary is None:  # called by hand, outside apply_context_parallel
-        boundary = AttentionBoundary(name=type(module).__name__, strategy=strategy, cp_mesh=cp_mesh)
+        boundary = AttentionBoundary(name=type(module).__name__, strategy=None, cp_mesh=cp_mesh)
         attach(module, boundary)
+    if boundary.strategy is None:  # by hand, or from a wrapper of the user's own: nothing has been checked yet
+        _check_transformers_attention(module, boundary.name)
+        strategy.validate(cp_mesh, attention_shape(module, boundary.name))
+        boundary.strategy = strategy
     return BoundaryForward(module, boundary)

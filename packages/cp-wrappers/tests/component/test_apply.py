@@ -2,11 +2,13 @@
 
 import copy
 import logging
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
     GraniteConfig,
@@ -25,6 +27,7 @@ from cp_collectives import CollectiveTrace
 from cp_collectives.testing import RankFailed
 from cp_core import shard_batch_for_cp, unshard_sequence
 from cp_wrappers import MethodDeclaration, apply_context_parallel, inner_wrapper
+from cp_wrappers.wrappers import sdpa_hf_cp_wrapper
 
 SIZES = {
     "vocab_size": 64,
@@ -105,15 +108,25 @@ def test_a_model_is_wrapped_and_given_back(worlds: Any) -> None:
         }
 
 
-def wrap_twice() -> None:
+def wrap_twice() -> dict[str, Any]:
     mesh, model = cp_mesh(), llama()
-    apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
-    apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    expected = plain_logits(model)
+    applied = apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    with pytest.raises(ValueError) as caught:
+        apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    still = close(logits_of(model, mesh), expected)
+    applied.remove()
+    applied.remove()  # once more does nothing
+    return {"said": str(caught.value), "still": still, "removed": torch.equal(plain_logits(model), expected)}
 
 
-def test_wrapping_twice_is_refused(worlds: Any) -> None:
-    with pytest.raises(RankFailed, match=r"model\.layers\.0\.self_attn is wrapped already"):
-        worlds(2).run(wrap_twice)
+def test_wrapping_twice_is_refused_and_leaves_the_first_as_it_is(worlds: Any) -> None:
+    for found in worlds(2).run(wrap_twice):
+        assert found["said"] == (
+            "model.layers.0.self_attn is wrapped already; call remove() on the earlier handle first. The same holds "
+            "for model.layers.1.self_attn."
+        )
+        assert found["still"] and found["removed"]
 
 
 def fault_on_one_rank() -> str:
@@ -130,31 +143,90 @@ def fault_on_one_rank() -> str:
 def test_a_fault_on_one_rank_stops_all_with_its_message(worlds: Any) -> None:
     first, second = worlds(2).run(fault_on_one_rank)
     assert first == second
-    assert first.startswith("rank 1: the pattern '*.attention' (inner_target left out) reaches no attention")
+    assert first.startswith("rank 1: the declaration '*.attention' matches no module; the model's attentions are")
+    assert first.endswith("Declarations that fit this model:\n{\n    '*.self_attn': 'sdpa_hf',\n}")
+
+
+def different_methods() -> str:
+    mesh, model = cp_mesh(), llama()
+    wrapper: Any = "sdpa_hf" if mesh.get_local_rank() == 0 else SCALED_BY_ONE
+    with pytest.raises(ValueError) as caught:
+        apply_context_parallel(model, mesh, {"*.self_attn": wrapper})
+    assert untouched(model)
+    return str(caught.value)
+
+
+def test_ranks_with_different_methods_are_refused(worlds: Any) -> None:
+    first, second = worlds(2).run(different_methods)
+    assert first == second
+    assert first.startswith(
+        "all ranks must declare the same methods, but for model.layers.0.self_attn rank 0 has sdpa_hf {} and rank 1 "
+    )
+
+
+def untouched(model: Any) -> bool:
+    return model.config._attn_implementation == "sdpa" and not any(
+        "forward" in module.__dict__ or "_context_parallel" in module.__dict__ for module in model.modules()
+    )
+
+
+@inner_wrapper
+def fails_in_the_second_layer_of_rank_1(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    if target_module.layer_idx == 1 and cp_mesh.get_local_rank() == 1:
+        raise KeyError("rotary")
+    original = target_module.forward
+    return lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def wrapper_fails_on_one_rank() -> str:
+    mesh, model = cp_mesh(), llama()
+    with pytest.raises(ValueError) as caught:
+        apply_context_parallel(model, mesh, {"*.self_attn": fails_in_the_second_layer_of_rank_1})
+    assert untouched(model)
+    return str(caught.value)
+
+
+def test_a_wrapper_that_fails_on_one_rank_stops_all_and_leaves_the_model_as_it_was(worlds: Any) -> None:
+    first, second = worlds(2).run(wrapper_fails_on_one_rank)
+    assert first == second
+    assert first.startswith(
+        "rank 1: model.layers.1.self_attn: inner_wrapper 'fails_in_the_second_layer_of_rank_1' failed: "
+        "KeyError: 'rotary' ("
+    )
 
 
 # --- two models, copies -------------------------------------------------------------------------------------------
 
 
-def two_models() -> dict[str, bool]:
+def two_models(first_is: str) -> dict[str, bool]:
     mesh = cp_mesh()
-    one, other, plain = llama(1), llama(2), llama(3)
-    expected = [plain_logits(model) for model in (one, other, plain)]
-    apply_context_parallel(one, mesh, {"*.self_attn": "sdpa_hf"})
-    apply_context_parallel(other, mesh, {"*.self_attn": "sdpa_hf"})
-    copied = copy.deepcopy(one)
+    models = {"gathered": llama(1), "scaled": llama(2), "plain": llama(3)}
+    expected = {name: plain_logits(model) for name, model in models.items()}
+    methods: dict[str, Any] = {"gathered": "sdpa_hf", "scaled": SCALED_BY_ONE}
+    applied = {
+        name: apply_context_parallel(models[name], mesh, {"*.self_attn": methods[name]})
+        for name in sorted(methods, key=lambda name: name != first_is)
+    }
+    copied = copy.deepcopy(models["gathered"])
     with torch.no_grad():
         copied.model.layers[0].self_attn.o_proj.weight.zero_()
-    return {
-        "first": close(logits_of(one, mesh), expected[0]),
-        "second": close(logits_of(other, mesh), expected[1]),
-        "unwrapped": torch.equal(plain_logits(plain), expected[2]),
-        "the copy runs its own modules": not close(logits_of(copied, mesh), expected[0]),
+    found = {
+        "gathered": close(logits_of(models["gathered"], mesh), expected["gathered"]),
+        "scaled": torch.equal(plain_logits(models["scaled"]), expected["scaled"]),
+        "plain": torch.equal(plain_logits(models["plain"]), expected["plain"]),
+        "the copy runs its own modules": not close(logits_of(copied, mesh), expected["gathered"]),
     }
+    applied[first_is].remove()
+    other = next(name for name in methods if name != first_is)
+    found["removed"] = torch.equal(plain_logits(models[first_is]), expected[first_is])
+    logits = logits_of(models[other], mesh) if other == "gathered" else plain_logits(models[other])
+    found["the other stays wrapped"] = close(logits, expected[other])
+    return found
 
 
-def test_models_and_copies_do_not_disturb_each_other(worlds: Any) -> None:
-    for found in worlds(2).run(two_models):
+@pytest.mark.parametrize("first_is", ["gathered", "scaled"])
+def test_models_and_copies_do_not_disturb_each_other(worlds: Any, first_is: str) -> None:
+    for found in worlds(2).run(two_models, first_is):
         assert all(found.values()), found
 
 
@@ -215,6 +287,163 @@ def wrap_idly() -> None:
 def test_a_wrapper_that_does_nothing_is_an_error(worlds: Any) -> None:
     with pytest.raises(RankFailed, match="returned None and left forward as it was"):
         worlds(2).run(wrap_idly)
+
+
+@inner_wrapper
+def calls_a_built_in_one(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    return sdpa_hf_cp_wrapper(target_module, mesh, tp_mesh, cp_mesh, ep_mesh)
+
+
+def built_on_ours() -> dict[str, bool]:
+    mesh, model = cp_mesh(), llama()
+    expected = plain_logits(model)
+    applied = apply_context_parallel(model, mesh, {"*.self_attn": calls_a_built_in_one})
+    found = {"right": close(logits_of(model, mesh), expected), "strategy": len(applied.strategies) == 1}
+    applied.remove()
+    dropping = llama(attention_dropout=0.5)
+    with pytest.raises(NotImplementedError, match=r"model\.layers\.0\.self_attn: attention_dropout=0\.5"):
+        apply_context_parallel(dropping, mesh, {"*.self_attn": calls_a_built_in_one})
+    return {**found, "removed": torch.equal(plain_logits(model), expected), "refused": untouched(dropping)}
+
+
+def test_a_users_wrapper_may_build_on_a_built_in_one(worlds: Any) -> None:
+    for found in worlds(2).run(built_on_ours):
+        assert all(found.values()), found
+
+
+def scaled_values(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any, scale: float) -> Any:
+    def compute(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        values = target_module.v_proj(hidden_states)
+        return target_module.o_proj(torch.cat([values, values], dim=-1)) * scale, None
+
+    return compute
+
+
+def returns_nothing(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> None:
+    return None
+
+
+def local_computes() -> dict[str, bool]:
+    mesh, model = cp_mesh(), llama()
+    expected = plain_logits(model)
+    compute = {"_target_": f"{__name__}.scaled_values", "scale": 0.0}
+    declaration = MethodDeclaration(match="*.self_attn", local_compute_fn=compute)
+    applied = apply_context_parallel(model, mesh, [declaration])
+    local = shard_batch_for_cp({"input_ids": tokens()}, mesh)
+    layer = model.model.layers[0]
+    hidden = torch.ones(1, 3, 32, dtype=torch.float64)
+    found = {
+        "in place of the forward": torch.equal(layer.self_attn(hidden)[0], torch.zeros_like(hidden)),
+        "with the batch": torch.isfinite(model(**local).logits).all().item(),
+        "reported": [row.wrapper.endswith("scaled_values") for row in applied.report] == [True, True],
+    }
+    applied.remove()
+    return {**found, "removed": torch.equal(plain_logits(model), expected)}
+
+
+def test_a_local_compute_fn_takes_the_attentions_place(worlds: Any) -> None:
+    for found in worlds(2).run(local_computes):
+        assert all(found.values()), found
+
+
+def computes_nothing() -> None:
+    apply_context_parallel(
+        llama(), cp_mesh(), [MethodDeclaration(match="*.self_attn", local_compute_fn=returns_nothing)]
+    )
+
+
+def test_a_local_compute_fn_that_returns_nothing_is_an_error(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match="local_compute_fn 'returns_nothing' returned None; return the callable"):
+        worlds(2).run(computes_nothing)
+
+
+@inner_wrapper
+def pass_through(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    original = target_module.forward
+    return lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def wrapped_around() -> dict[str, bool]:
+    """A wrapper on the block that holds the attention: the attention itself stays plain."""
+    mesh, model = cp_mesh(), llama()
+    expected = plain_logits(model)
+    declarations = [
+        MethodDeclaration(match="model.layers.0", inner_target="self", inner_wrapper=pass_through),
+        MethodDeclaration(match="model.layers.1.self_attn", inner_wrapper=pass_through),
+    ]
+    applied = apply_context_parallel(model, mesh, declarations)
+    found = {
+        "computed by the earlier attention": torch.equal(plain_logits(model), expected),
+        "names": [row.fqn for row in applied.report] == ["model.layers.0", "model.layers.1.self_attn"],
+    }
+    applied.remove()
+    return {**found, "removed": untouched(model)}
+
+
+def test_a_users_wrapper_may_stand_around_the_attention(worlds: Any) -> None:
+    for found in worlds(2).run(wrapped_around):
+        assert all(found.values()), found
+
+
+# --- models that something else has wrapped -----------------------------------------------------------------------
+
+
+def gradients_of(model: torch.nn.Module, mesh: DeviceMesh | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return global logits, and the gradient of each trainable parameter under a loss over all of them."""
+    if mesh is None:
+        logits = model(input_ids=tokens(), use_cache=False).logits
+    else:
+        local = shard_batch_for_cp({"input_ids": tokens()}, mesh)
+        logits = model(**local).logits[:, local["cp_layout"].global_index < 13]
+    logits.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    if mesh is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=mesh.get_group())
+        with torch.no_grad():
+            return logits_of(model, mesh), gradients
+    return logits.detach(), gradients
+
+
+def with_lora(seed: int) -> torch.nn.Module:
+    model = get_peft_model(llama(seed), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model.double()
+
+
+def compiled_by_layer(seed: int) -> torch.nn.Module:
+    model = llama(seed)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    return model
+
+
+def outer_wraps(kind: str) -> dict[str, Any]:
+    mesh = cp_mesh()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    make = {"PEFT": with_lora, "compiled layers": compiled_by_layer}[kind]
+    torch.manual_seed(5)
+    plain, model = make(0), make(0)
+    model.load_state_dict(plain.state_dict())
+    expected, expected_gradients = gradients_of(plain, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile says where its graph breaks
+        applied = apply_context_parallel(model, mesh, {"model.layers.*.self_attn": "sdpa_hf"})
+        logits, gradients = gradients_of(model, mesh)
+    return {
+        "names": [row.fqn for row in applied.report] == ["model.layers.0.self_attn", "model.layers.1.self_attn"],
+        "logits": close(logits, expected),
+        "trainable": gradients.keys() == expected_gradients.keys() and len(gradients) > 0,
+        "gradients": all(
+            (gradients[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14
+            for name, gradient in expected_gradients.items()
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["PEFT", "compiled layers"])
+def test_names_match_as_the_user_wrote_them_and_the_numbers_hold(worlds: Any, kind: str) -> None:
+    for found in worlds(2).run(outer_wraps, kind, time_limit=120):
+        assert all(found.values()), found
 
 
 # --- what a forward must look like --------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_a_name_whose_package_is_missing_names_the_package() -> None:
         ({"_target_": "sdpa_hf", "ulysses_degree": 2}, "takes no data arguments; unknown: ulysses_degree"),
         ({"_target_": "sdpa_hf", "cp_mesh": 2}, "cp_mesh is filled in at apply"),
         ({"target": "sdpa_hf"}, "needs _target_"),
-        ({"_target_": "no.such.module.wrapper"}, "cannot import module 'no.such.module'"),
+        ({"_target_": "no.such.module.wrapper"}, "there is no module 'no.such.module'"),
         ({"_target_": "cp_wrappers.wrappers.nothing"}, "has no 'nothing'"),
         ({"_target_": "cp_wrappers.wrappers.__doc__"}, "is a str, not a callable"),
         (undecorated, "decorate the function with @inner_wrapper"),
