@@ -132,3 +132,32 @@ def test_the_entries_of_the_message_work_when_pasted(specs: dict[str, ModuleShar
     sections = check_structure({"plan_overrides": pasted["plan_overrides"]}).sections
     overrides = PlanOverrideResolver(sections["plan_overrides"]).resolve(cp_size=2)
     assert ShardingPlanner(overrides).check(model(), cp_size=2).faults == ()
+
+
+def plan_that_one_rank_gets_wrong() -> str:
+    mesh, llama = device_mesh(), model()
+    wrong = dist.get_rank() == 1
+    planner = ShardingPlanner(plan_overrides={"*.attention" if wrong else "*.self_attn": GOOD})
+    with pytest.raises(ValueError) as caught:
+        apply_sharding_plan(llama, planner.plan(llama, mesh, cp_size=2), mesh)
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+    return str(caught.value)
+
+
+def test_a_plan_that_one_rank_gets_wrong_stops_all(worlds: Any) -> None:
+    first, second = worlds(2).run(plan_that_one_rank_gets_wrong, time_limit=30)
+    assert first == second
+    assert first.startswith("rank 1: plan_overrides ('*.attention') matches no module")
+
+
+@pytest.mark.parametrize("cp_size", [0, -1, "2", True, 2.0])
+def test_a_cp_size_that_is_none_is_refused(cp_size: Any) -> None:
+    with pytest.raises(ValueError, match="cp_size must be a whole number of at least 1"):
+        ShardingPlanner(plan_overrides={"*.self_attn": GOOD}).plan(model(), None, cp_size=cp_size)
+
+
+def test_a_spec_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"but '\*\.self_attn' has a str"):
+        ShardingPlanner(plan_overrides={"*.self_attn": "sdpa_hf"})
+    with pytest.raises(ValueError, match="take the plan_overrides of a TrainerConfig"):
+        PlanOverrideResolver([{"match": "*.self_attn"}])

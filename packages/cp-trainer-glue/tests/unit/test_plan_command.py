@@ -44,6 +44,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def path_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command puts the current folder on it, which other tests must not see."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 def plan(tmp_path: Path, config: dict[str, Any], *options: str) -> int:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -162,7 +168,6 @@ def test_a_users_wrapper_is_listed_and_its_costs_are_not_made_up(
 ) -> None:
     (tmp_path / "plan_users.py").write_text(USERS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     config = copy.deepcopy(CONFIG)
     config["plan_overrides"][1]["inner_wrapper"] = {"_target_": "plan_users.own"}
     report = report_of(tmp_path, config, capsys)
