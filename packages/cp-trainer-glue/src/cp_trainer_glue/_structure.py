@@ -50,8 +50,6 @@ class Structure:
     config: TrainerConfig | None
     repaired: dict[str, Any]
     faults: list[str] = field(default_factory=list)
-    # Those of the faults that stay in `repaired`.
-    unrepaired: list[str] = field(default_factory=list)
 
 
 def check_structure(content: dict[str, Any]) -> Structure:
@@ -66,9 +64,7 @@ def check_structure(content: dict[str, Any]) -> Structure:
     structure.sections = _valid_sections(structure.repaired)
     for fault, repair in combination_faults(structure.sections):
         structure.faults.append(fault)
-        if repair is None:
-            structure.unrepaired.append(fault)
-        else:
+        if repair is not None:
             repair(structure.repaired)
     if not structure.faults:
         structure.config = TrainerConfig.model_validate(content)
@@ -85,10 +81,8 @@ def _check_form(content: dict[str, Any], structure: Structure) -> None:
         return
     removed: list[list[Any]] = []  # done in the end, so that numbers of items stay true
     for location, alike in _by_location(details):
-        fault = _sentence(location, alike)
-        structure.faults.append(fault)
-        if not _repair(location, alike[0]["type"], structure.repaired, removed):
-            structure.unrepaired.append(fault)
+        structure.faults.append(_sentence(location, alike))
+        _repair(location, alike[0]["type"], structure.repaired, removed)
     _remove(removed, structure.repaired)
 
 
@@ -176,25 +170,20 @@ def _section_in(annotation: Any) -> Any:
 # --- repairs ------------------------------------------------------------------------------------------------------
 
 
-def _repair(location: list[Any], kind: str, content: dict[str, Any], removed: list[list[Any]]) -> bool:
+def _repair(location: list[Any], kind: str, content: dict[str, Any], removed: list[list[Any]]) -> None:
     """Take one fault out of the content, if there is no doubt how; removals are noted and done in the end."""
     in_entry = location[0] == "plan_overrides" and len(location) >= 2
     if kind == "extra_forbidden":
         _repair_key(location, content, removed, in_entry=in_entry)
-        return True
-    if location == ["plan_overrides"]:
+    elif location == ["plan_overrides"]:
         found = content["plan_overrides"]
         content["plan_overrides"] = [found] if isinstance(found, dict) and "match" in found else []
-        return True
-    if not in_entry:
-        return False
-    if len(location) == 2 or location[2] == "match":
+    elif in_entry and (len(location) == 2 or location[2] == "match"):
         removed.append(location[:2])
-    elif location[2] in _ENTRY_VALUES:
+    elif in_entry and location[2] in _ENTRY_VALUES:
         _at(content, location[:2])[location[2]] = _ENTRY_VALUES[location[2]]
-    else:
+    elif in_entry:
         removed.append(location[:3])
-    return True
 
 
 def _remove(places: Sequence[list[Any]], content: dict[str, Any]) -> None:

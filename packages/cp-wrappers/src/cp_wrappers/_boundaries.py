@@ -10,7 +10,7 @@ import torch
 from cp_core import AttentionShape, InvalidInputError, UnsupportedError
 
 from ._model_spec import ModelSpec, model_spec
-from ._names import ModuleNames, is_inside
+from ._names import ModuleNames, are_related, is_inside
 
 # Families without a convolution of torch's, or whose name is the better one to show.
 _RECURRENT_NAMES = re.compile(
@@ -54,12 +54,8 @@ def find_attentions(names: ModuleNames) -> dict[str, torch.nn.Module]:
                 f"module of {type(names.modules[root]).__name__}."
             )
         # A spec says which module stands for an attention; it cannot make one disappear.
-        found = {name for name in found if not any(_are_related(name, target) for target in targets)} | targets
+        found = {name for name in found if not any(are_related(name, target) for target in targets)} | targets
     return {name: module for name, module in names.modules.items() if name in found}
-
-
-def _are_related(name: str, other: str) -> bool:
-    return is_inside(name, other) or is_inside(other, name)
 
 
 def model_specs_in(model: torch.nn.Module) -> list[ModelSpec]:

@@ -12,7 +12,7 @@ from ._boundary import boundary_of
 from ._declaration import BoundaryPlan, MethodDeclaration
 from ._faults import Fault, Faults, listed, named, raise_faults
 from ._methods import check_method
-from ._names import ModuleNames, is_inside
+from ._names import ModuleNames, are_related
 from ._reach import Target, assign, reached_targets
 from ._registry import ResolvedWrapper
 
@@ -167,7 +167,7 @@ def _planned(
     device: torch.device | None,
 ) -> BoundaryPlan:
     checked = check_method(wrapper, module, named(target.fqn), cp_size=cp_size, device=device)
-    stands_for = {n: m for n, m in attentions.items() if is_inside(n, target.fqn) or is_inside(target.fqn, n)}
+    stands_for = {n: m for n, m in attentions.items() if are_related(n, target.fqn)}
     if checked.strategy is None and cp_size > 1:
         for fqn, attention in stands_for.items():
             _check_without_mask(attention, fqn)

@@ -61,6 +61,11 @@ def is_inside(name: str, outer: str) -> bool:
     return name == outer or outer == "" or name.startswith(f"{outer}.")
 
 
+def are_related(name: str, other: str) -> bool:
+    """Whether one of two modules is the other or stands inside it, by name."""
+    return is_inside(name, other) or is_inside(other, name)
+
+
 def joined(*parts: str) -> str:
     """Join parts of a module name; the model itself is the empty name."""
     return ".".join(part for part in parts if part)

@@ -7,7 +7,7 @@ import torch
 
 from ._declaration import MethodDeclaration
 from ._faults import Faults, listed, named
-from ._names import ModuleNames, is_inside, joined
+from ._names import ModuleNames, are_related, is_inside, joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ def assign(
     targets = [target for target in targets if not is_mere_part(target, attentions, names, faults)]
     claimed: set[Target] = set()
     for fqn in attentions:
-        claims = [t for t in targets if is_inside(t.fqn, fqn) or is_inside(fqn, t.fqn)]
+        claims = [t for t in targets if are_related(t.fqn, fqn)]
         claimed.update(claims)
         if not claims:
             undeclared.append(fqn)

@@ -16,7 +16,7 @@ from ._check import check_declarations
 from ._declaration import MethodDeclaration
 from ._faults import Faults
 from ._methods import check_method, judge_methods
-from ._names import ModuleNames, is_inside
+from ._names import ModuleNames, are_related, is_inside
 from ._reach import Target, is_mere_part, reached_targets
 from ._registry import plain
 
@@ -94,7 +94,7 @@ def _suggested(
     chosen = _chosen_targets(targets, attentions)
     intact = [d for d in usable if not found[id(d)].all() and _all_of(d, targets) == _all_of(d, chosen) != []]
     kept = [target for target in chosen if any(target.declaration is declaration for declaration in intact)]
-    missing = [fqn for fqn in attentions if not any(_stands_for(target, fqn) for target in chosen)]
+    missing = [fqn for fqn in attentions if not any(are_related(target.fqn, fqn) for target in chosen)]
     rest = {target.fqn: target.declaration for target in chosen if target not in kept}
     rest |= _methods_for(missing, usable, attentions, setting)
     methods = [_method_of(declaration) for declaration in (*intact, *rest.values())]
@@ -121,9 +121,9 @@ def _serves(target: Target, names: ModuleNames, setting: _Setting) -> bool:
 
 def _chosen_targets(targets: Sequence[Target], attentions: Mapping[str, torch.nn.Module]) -> list[Target]:
     """Of the targets that stand for one attention, keep the one whose declaration reaches the fewest modules."""
-    chosen = {target: None for target in targets if not any(_stands_for(target, fqn) for fqn in attentions)}
+    chosen = {target: None for target in targets if not any(are_related(target.fqn, fqn) for fqn in attentions)}
     for fqn in attentions:
-        claims = [target for target in targets if _stands_for(target, fqn)]
+        claims = [target for target in targets if are_related(target.fqn, fqn)]
         if claims:
             chosen[min(claims, key=lambda target: len(_all_of(target.declaration, targets)))] = None
     return list(chosen)
@@ -192,7 +192,3 @@ def _method_of(declaration: MethodDeclaration) -> tuple[object, object]:
 
 def _all_of(declaration: MethodDeclaration, targets: Sequence[Target]) -> list[Target]:
     return [target for target in targets if target.declaration is declaration]
-
-
-def _stands_for(target: Target, fqn: str) -> bool:
-    return is_inside(target.fqn, fqn) or is_inside(fqn, target.fqn)
