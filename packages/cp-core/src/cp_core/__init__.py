@@ -1,7 +1,7 @@
 """Context-parallel algorithms, free of any model or trainer.
 
-Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_meta`, `_digest`, `_batch_fields`, `_batch`,
-`_local_attention`, `_strategy`, `_all_gather`, `_loss`, `_gradients`, `cost`.
+Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_query_runs`, `_meta`, `_digest`, `_batch_fields`,
+`_batch`, `_local_attention`, `_strategy`, `_all_gather`, `_loss`, `_gradients`, `cost`.
 Errors and `flex_cp_allgather` come from `cp_collectives`.
 """
 

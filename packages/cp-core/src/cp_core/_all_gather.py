@@ -17,19 +17,20 @@ from cp_collectives import (
     LifecycleError,
     PendingCollective,
     UnsupportedError,
+    all_gather_sequence,
     launch_all_gather,
+    mesh_size,
 )
 
 from ._launch_state import LaunchState
+from ._local_attention import KeyValueRecall
 from ._meta import AttentionMeta, AttentionShape, HandoffMeta
 from ._strategy import ContextParallelStrategy, extended_state, refuse_fields
 from .kernels import block_kernel
 
 _SEQUENCE_DIM = 2
 _REFUSED_FIELDS = {
-    "window": "sliding-window attention",
     "softcap": "capped scores",
-    "sinks": "attention sinks",
     "dropout_p": "attention dropout",
     "mask": "an explicit attention mask",
 }
@@ -40,34 +41,31 @@ class AllGatherStrategy(ContextParallelStrategy):
     """Synchronous or asynchronous Colossal: one gather of K and V forward, one exchange of their gradients backward.
 
     Args:
-        backward_kv: `"saved"` keeps the gathered keys and values for backward. `"regathered"` is refused until a later
-            version has it.
+        backward_kv: `"saved"` keeps the gathered keys and values for backward. `"regathered"` keeps the local ones only
+            and gathers them once more there: less memory, one more message of the forward's size.
     """
 
     backward_kv: Literal["saved", "regathered"] = "saved"
 
     def __post_init__(self) -> None:
-        if self.backward_kv == "regathered":
-            raise UnsupportedError("AllGatherStrategy: backward_kv='regathered' is not in this version; use 'saved'.")
-        if self.backward_kv != "saved":
-            raise InvalidInputError(f"AllGatherStrategy: backward_kv must be 'saved', but got {self.backward_kv!r}.")
+        if self.backward_kv not in ("saved", "regathered"):
+            raise InvalidInputError(
+                f"AllGatherStrategy: backward_kv must be 'saved' or 'regathered', but got {self.backward_kv!r}."
+            )
 
     def padding_multiple(self, cp_size: int) -> int:
         return cp_size
 
     def validate_shape(self, cp_size: int, shape: AttentionShape) -> None:
-        block_kernel(shape.device)
-        if not shape.dtype.is_floating_point:
-            raise InvalidInputError(f"{shape.fqn}: attention needs a floating-point dtype, but got {shape.dtype}.")
+        block_kernel(shape.device, shape.dtype)
 
     def check_meta(self, attention_meta: AttentionMeta, *, layer: str | None) -> None:
         refuse_fields(attention_meta, _REFUSED_FIELDS, method="AllGatherStrategy", layer=layer)
-        layout = attention_meta.layout
-        if layout.document_bounds is not None:
+        if attention_meta.layout.document_bounds is not None:
             raise UnsupportedError(f"{layer or 'attention'}: packed documents are not supported in this version.")
-        if layout.key_padding is not None and not attention_meta.causal:
+        if attention_meta.window is not None and not attention_meta.causal:
             raise UnsupportedError(
-                f"{layer or 'attention'}: a padding mask with non-causal attention is not supported in this version."
+                f"{layer or 'attention'}: a window of non-causal attention is not supported in this version."
             )
 
     def launch(
@@ -96,6 +94,20 @@ class AllGatherStrategy(ContextParallelStrategy):
         if missing:
             raise LifecycleError(f"layer {state.layer!r}: {', '.join(sorted(missing))} was never launched.")
         return q, gathered["k"], gathered["v"]
+
+    def recall(
+        self, k: torch.Tensor, v: torch.Tensor, *, cp_mesh: DeviceMesh | None, layer: str | None
+    ) -> KeyValueRecall | None:
+        if self.backward_kv == "saved" or mesh_size(cp_mesh) == 1:
+            return None
+        local_k, local_v = k.detach(), v.detach()
+
+        def gather_again() -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                global_k, global_v = all_gather_sequence(local_k, local_v, dim=_SEQUENCE_DIM, mesh=cp_mesh, layer=layer)
+            return global_k, global_v
+
+        return gather_again
 
     def launch_output(
         self, output: torch.Tensor, *, cp_mesh: DeviceMesh | None, attention_meta: AttentionMeta

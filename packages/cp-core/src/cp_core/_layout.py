@@ -19,6 +19,13 @@ class Chunk(NamedTuple):
     stop: int
 
 
+class RealRun(NamedTuple):
+    """Rows of a batch whose real tokens, without the pads at either side, stand at the same positions."""
+
+    batch: slice
+    positions: Chunk
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceLayout:
     """The global coordinates of a local shard; masks, offsets, prefixes and reassembly derive from it.
@@ -35,12 +42,14 @@ class SequenceLayout:
     global_length: int
     # P: tokens after padding to the declared multiple.
     padded_length: int
-    # [B, P] bool, True for a real key; None if every key up to `global_length` is real.
+    # [B, P] bool, True for a real key, one run per row; None if every key up to `global_length` is real.
     key_padding: torch.Tensor | None = None
     # [B, P] int64 document number of each position; None for one document per row.
     document_bounds: torch.Tensor | None = None
     # The index as runs, in local order: plain integers, so that a kernel never waits for a device.
     chunks: tuple[Chunk, ...] = field(init=False)
+    # The real tokens, as plain integers too; rows without any are in none.
+    real_runs: tuple[RealRun, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         index = self.global_index
@@ -57,6 +66,7 @@ class SequenceLayout:
                 f"{self.padded_length}."
             )
         object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "real_runs", self._real_runs())
 
     @classmethod
     def contiguous(
@@ -97,6 +107,16 @@ class SequenceLayout:
             else torch.nn.functional.pad(real_keys, (0, padded_length - global_length)),
         )
 
+    def _real_runs(self) -> tuple[RealRun, ...]:
+        if self.key_padding is None:
+            return (RealRun(slice(None), Chunk(0, self.global_length)),)
+        if self.key_padding.dtype != torch.bool or self.key_padding.shape[1:] != (self.padded_length,):
+            raise InvalidInputError(
+                f"key_padding must be [B, P] bool with P = {self.padded_length}, but got {self.key_padding.dtype} "
+                f"{tuple(self.key_padding.shape)}."
+            )
+        return _grouped([_real_run(row, real) for row, real in enumerate(self.key_padding.cpu())])
+
     @property
     def local_length(self) -> int:
         """L, tokens of this rank."""
@@ -117,6 +137,30 @@ def _runs(index: torch.Tensor) -> tuple[Chunk, ...]:
     firsts = [0, *breaks.tolist()]
     lasts = [*breaks.tolist(), index.numel()]
     return tuple(Chunk(int(index[first]), int(index[last - 1]) + 1) for first, last in zip(firsts, lasts, strict=True))
+
+
+def _real_run(row: int, real: torch.Tensor) -> Chunk:
+    positions = real.nonzero().flatten()
+    if positions.numel() == 0:
+        return Chunk(0, 0)
+    start, stop = int(positions[0]), int(positions[-1]) + 1
+    if stop - start != positions.numel():
+        raise InvalidInputError(
+            f"the real keys of a row must be one run, with pads at its sides only, but row {row} has pads inside."
+        )
+    return Chunk(start, stop)
+
+
+def _grouped(runs: list[Chunk]) -> tuple[RealRun, ...]:
+    """Join neighbouring rows with equal runs and leave out the empty ones."""
+    grouped: list[RealRun] = []
+    for row, run in enumerate(runs):
+        before = grouped[-1] if grouped else None
+        if before is not None and before.positions == run and before.batch.stop == row:
+            grouped[-1] = RealRun(slice(before.batch.start, row + 1), run)
+        elif run.start < run.stop:
+            grouped.append(RealRun(slice(row, row + 1), run))
+    return tuple(grouped)
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -2,155 +2,190 @@
 
 B batch, N query heads, K key/value heads, L local queries, S gathered keys, D head dim.
 
-A chunk of queries at global positions a..b-1 sees keys 0..a-1 in full and its own a..b-1 causally. Both blocks run in
-the plain kernel and are merged by their log-sum-exp (the online softmax of FlashAttention, arXiv:2205.14135); the
-backward of each block with the merged output and log-sum-exp gives its exact share of the gradients (as in Ring
-Attention, arXiv:2310.01889). For a = 4, b = 8:
-
-           keys 0123 4567 ...
-    query 4     xxxx x...          prefix: one full block      keys from b on: never touched
-    query 5     xxxx xx..          diagonal: one causal block
+Each run of queries (`_query_runs`) sees a few blocks of keys. The blocks go through the plain kernel one by one and are
+merged by their log-sum-exp (the online softmax of FlashAttention, arXiv:2205.14135); the backward of each block with
+the merged output and log-sum-exp gives its exact share of the gradients (as in Ring Attention, arXiv:2310.01889).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._layout import Chunk
 from ._meta import AttentionMeta
+from ._query_runs import KeyBlock, QueryRun, query_runs
 from .kernels import AttendedBlock, BlockKernel, block_kernel
+
+# Returns the global keys and values again, `[B, K, S, D]` each, without a graph.
+KeyValueRecall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def local_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: AttentionMeta
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attention_meta: AttentionMeta,
+    recall: KeyValueRecall | None = None,
 ) -> torch.Tensor:
     """Compute attention of this rank's queries over the global sequence.
 
     Args:
         q: Local queries `[B, N, L, D]`, in the layout's order.
         k, v: Global keys and values `[B, K, S, D]` in global order, S the padded length. N is a multiple of K.
-        attention_meta: Layout, causality and scale; the caller has refused what is not supported.
+        attention_meta: Layout, causality, scale, window and sinks; the caller has refused what is not supported.
+        recall: Gives `k` and `v` again in backward, so that they need not be kept; None keeps them.
 
     Returns:
-        `[B, N, L, D]`, of the inputs' dtype.
+        `[B, N, L, D]`, of the inputs' dtype; 0 for pads.
 
     Raises:
-        UnsupportedError: If there is no kernel for the device.
+        UnsupportedError: If there is no kernel for device and dtype.
     """
-    output: torch.Tensor
-    if attention_meta.causal:
-        output = _CausalAttention.apply(q, k, v, attention_meta)
-    else:  # pads stand at the end, so the real keys are a prefix
-        real = slice(0, attention_meta.layout.global_length)
-        output = _FullAttention.apply(q, k[:, :, real], v[:, :, real], attention_meta)
+    attention = _Attention(
+        kernel=block_kernel(q.device, q.dtype),
+        runs=query_runs(attention_meta.layout, causal=attention_meta.causal, window=attention_meta.window),
+        scale=attention_meta.scale,
+        recall=recall,
+    )
+    sinks = () if attention_meta.sinks is None else (attention_meta.sinks,)
+    output: torch.Tensor = _LocalAttention.apply(attention, q, k, v, *sinks)
     return output
 
 
-class _FullAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        block = block_kernel(q.device).forward(q, k, v, causal=False, scale=meta.scale)
-        ctx.save_for_backward(*block)
-        ctx.scale = meta.scale
-        return block.output
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attention:
+    """What forward and backward of one attention share beside tensors."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        block = AttendedBlock(*ctx.saved_tensors)
-        return *block_kernel(grad.device).backward(grad, block, causal=False, scale=ctx.scale), None
+    kernel: BlockKernel
+    runs: tuple[QueryRun, ...]
+    scale: float | None
+    recall: KeyValueRecall | None
 
 
-class _CausalAttention(torch.autograd.Function):
+class _LocalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        kernel = block_kernel(q.device)
-        chunks = meta.layout.chunks
-        pieces = [_attend(kernel, q[:, :, rows], (k, v), chunk, scale=meta.scale) for rows, chunk in _rows_of(chunks)]
-        output, logsumexp = (_join(list(parts)) for parts in zip(*pieces, strict=True))
-        ctx.save_for_backward(q, k, v, output, logsumexp)
-        ctx.chunks, ctx.scale = chunks, meta.scale
+    def forward(
+        ctx: Any, attention: _Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor
+    ) -> torch.Tensor:
+        output, logsumexp = _attend(attention, q, k, v)
+        for sink in sinks:  # at most one
+            output, logsumexp = _with_sinks(output, logsumexp, sink)
+        keys = (k, v) if attention.recall is None else (None, None)
+        ctx.save_for_backward(q, *keys, output, logsumexp, *sinks)
+        ctx.attention = attention
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, output, logsumexp = ctx.saved_tensors
-        kernel = block_kernel(q.device)
-        into = (torch.zeros_like(k), torch.zeros_like(v))
-        query_grads = []
-        for rows, chunk in _rows_of(ctx.chunks):
-            block = AttendedBlock(q[:, :, rows], k, v, output[:, :, rows], logsumexp[:, :, rows])
-            query_grads.append(_attend_backward(kernel, grad[:, :, rows], block, chunk, scale=ctx.scale, into=into))
-        return _join(query_grads), *into, None
+        attention: _Attention = ctx.attention
+        q, k, v, output, logsumexp, *sinks = ctx.saved_tensors
+        if attention.recall is not None:
+            k, v = attention.recall()
+        gradients = _attend_backward(attention, grad, AttendedBlock(q, k, v, output, logsumexp))
+        return None, *gradients, *(_sink_gradient(grad, output, logsumexp, sink) for sink in sinks)
 
 
 def _attend(
-    kernel: BlockKernel,
-    q: torch.Tensor,
-    keys: tuple[torch.Tensor, torch.Tensor],
-    chunk: Chunk,
-    *,
-    scale: float | None,
+    attention: _Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log-sum-exp of one chunk: its diagonal block, merged with its prefix where it has one."""
-    start, stop = chunk
-    own_k, own_v = (tensor[:, :, start:stop] for tensor in keys)
-    diagonal = kernel.forward(q, own_k, own_v, causal=True, scale=scale)
-    if start == 0:
-        return diagonal.output, diagonal.logsumexp
-    earlier_k, earlier_v = (tensor[:, :, :start] for tensor in keys)
-    prefix = kernel.forward(q, earlier_k, earlier_v, causal=False, scale=scale)
-    return _merge(prefix, diagonal)
+    """Return output and log-sum-exp of all local queries; 0 for pads, which are in no run."""
+    pieces = [_attend_run(attention, q, k, v, run) for run in attention.runs]
+    if len(pieces) == 1 and pieces[0][0].shape == q.shape:
+        return pieces[0]
+    output = q.new_zeros(q.shape)
+    logsumexp = q.new_zeros(q.shape[:3], dtype=_wide_dtype(q))
+    for run, (piece, piece_logsumexp) in zip(attention.runs, pieces, strict=True):
+        output[run.batch, :, run.rows] = piece
+        logsumexp[run.batch, :, run.rows] = piece_logsumexp
+    return output, logsumexp
+
+
+def _attend_run(
+    attention: _Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: QueryRun
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries = q[run.batch, :, run.rows]
+    attended = [
+        attention.kernel.forward(
+            queries, _keys(k, run, block), _keys(v, run, block), visible=block.visible, scale=attention.scale
+        )
+        for block in run.blocks
+    ]
+    return _merged(attended)
+
+
+def _merged(blocks: list[AttendedBlock]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge blocks of keys that the same queries see, in fp32 or wider."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first.output, first.logsumexp
+    logsumexp = torch.stack([block.logsumexp for block in blocks]).logsumexp(0)
+    output = torch.zeros_like(first.output, dtype=_wide_dtype(first.output))
+    for block in blocks:
+        output.addcmul_(block.output, (block.logsumexp - logsumexp).exp().unsqueeze(-1))
+    return output.to(first.output.dtype), logsumexp
 
 
 def _attend_backward(
-    kernel: BlockKernel,
+    attention: _Attention, grad: torch.Tensor, whole: AttendedBlock
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dQ, dK and dV of all runs."""
+    dq = torch.zeros_like(whole.q)
+    dtype = _wide_dtype(whole.k) if _overlap(attention.runs) else whole.k.dtype  # added up in 16 bit they lose bits
+    dk, dv = (torch.zeros_like(keys, dtype=dtype) for keys in (whole.k, whole.v))
+    for run in attention.runs:
+        queries = (run.batch, slice(None), run.rows)
+        own = whole._replace(q=whole.q[queries], output=whole.output[queries], logsumexp=whole.logsumexp[queries])
+        dq[queries] = _attend_run_backward(attention, grad[queries], own, run, into=(dk, dv))
+    return dq, dk.to(whole.k.dtype), dv.to(whole.v.dtype)
+
+
+def _attend_run_backward(
+    attention: _Attention,
     grad: torch.Tensor,
-    block: AttendedBlock,
-    chunk: Chunk,
+    whole: AttendedBlock,
+    run: QueryRun,
     *,
-    scale: float | None,
     into: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return dQ of one chunk and add its dK and dV `into` those of the whole sequence."""
-    start, stop = chunk
-    query_grad = None
-    for first, last, causal in ((start, stop, True), (0, start, False)):
-        if first == last:
-            continue
-        part = block._replace(k=block.k[:, :, first:last], v=block.v[:, :, first:last])
-        dq, dk, dv = kernel.backward(grad, part, causal=causal, scale=scale)
-        into[0][:, :, first:last] += dk
-        into[1][:, :, first:last] += dv
-        query_grad = _wide(dq) if query_grad is None else query_grad + _wide(dq)
-    if query_grad is None:
-        raise AssertionError(f"chunk {chunk} holds no positions.")
-    return query_grad.to(grad.dtype)
+    """Return dQ of one run, in fp32 or wider, and add its dK and dV `into` those of the whole sequence."""
+    query_gradient = torch.zeros_like(whole.q, dtype=_wide_dtype(whole.q))
+    for block in run.blocks:
+        part = whole._replace(k=_keys(whole.k, run, block), v=_keys(whole.v, run, block))
+        dq, dk, dv = attention.kernel.backward(grad, part, visible=block.visible, scale=attention.scale)
+        query_gradient += dq
+        for total, share in zip(into, (dk, dv), strict=True):
+            _keys(total, run, block).add_(share)
+    return query_gradient
 
 
-def _merge(left: AttendedBlock, right: AttendedBlock) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two blocks of keys seen by the same queries, in fp32 or wider."""
-    logsumexp = torch.logaddexp(left.logsumexp, right.logsumexp)
-    merged = _wide(left.output) * (left.logsumexp - logsumexp).exp().unsqueeze(-1)
-    merged += _wide(right.output) * (right.logsumexp - logsumexp).exp().unsqueeze(-1)
-    return merged.to(left.output.dtype), logsumexp
+def _overlap(runs: tuple[QueryRun, ...]) -> bool:
+    """Whether some keys are seen by several runs of one row."""
+    rows = [(run.batch.start, run.batch.stop) for run in runs]
+    return len(set(rows)) < len(rows)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _keys(tensor: torch.Tensor, run: QueryRun, block: KeyBlock) -> torch.Tensor:
+    return tensor[run.batch, :, block.start : block.stop]
 
 
-def _rows_of(chunks: tuple[Chunk, ...]) -> Iterator[tuple[slice, Chunk]]:
-    """Yield each chunk with the local rows that hold it."""
-    first = 0
-    for chunk in chunks:
-        rows = slice(first, first + chunk.stop - chunk.start)
-        first = rows.stop
-        yield rows, chunk
+def _with_sinks(
+    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let one more logit per head `[N]` take part in the softmax, without a value."""
+    total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    return (output * (logsumexp - total).exp().unsqueeze(-1)).to(output.dtype), total
 
 
-def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+def _sink_gradient(
+    grad: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()  # of each softmax that went to the sink
+    return -(share * (grad.to(share.dtype) * output).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

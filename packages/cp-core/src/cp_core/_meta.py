@@ -36,13 +36,17 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMeta:
-    """The attention to compute, in global coordinates. A strategy honours each field or refuses it by name."""
+    """The attention to compute, in global coordinates. A strategy honours each field or refuses it by name.
+
+    Raises:
+        InvalidInputError: If the window is less than 1.
+    """
 
     layout: SequenceLayout
     causal: bool = True
     # Multiplies the scores; None is 1 / sqrt(D).
     scale: float | None = None
-    # Keys a query sees at most, itself included.
+    # Keys a query sees at most, itself included, pads not; 1 or more.
     window: int | None = None
     # Scores become softcap * tanh(scores / softcap).
     softcap: float | None = None
@@ -51,6 +55,10 @@ class AttentionMeta:
     dropout_p: float = 0.0
     # Additive or bool (True = visible) mask in global coordinates.
     mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InvalidInputError(f"window counts the keys a query sees, itself included, but got {self.window}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

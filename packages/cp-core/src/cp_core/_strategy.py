@@ -11,7 +11,7 @@ from cp_collectives import InvalidInputError, LifecycleError, PendingCollective,
 
 from ._batch import shard_batch_for_cp
 from ._launch_state import LaunchState
-from ._local_attention import local_attention
+from ._local_attention import KeyValueRecall, local_attention
 from ._meta import AttentionMeta, AttentionShape, HandoffMeta
 
 
@@ -62,6 +62,18 @@ class ContextParallelStrategy(ABC):
         self, state: LaunchState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: AttentionMeta
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tensors that the local attention takes, once."""
+
+    def recall(
+        self, k: torch.Tensor, v: torch.Tensor, *, cp_mesh: DeviceMesh | None, layer: str | None
+    ) -> KeyValueRecall | None:
+        """Return how the local attention gets its keys and values again in backward; None where it keeps them.
+
+        Args:
+            k, v: What was launched, `[B, Nkv, L, D]`.
+            cp_mesh: 1-D mesh.
+            layer: Module name, for traces and errors.
+        """
+        return None
 
     @abstractmethod
     def launch_output(
@@ -117,8 +129,9 @@ class ContextParallelStrategy(ABC):
         check_local_tensors(q, k, v, attention_meta=attention_meta, layer=layer)
         handoff = HandoffMeta(layer=layer, attention_meta=attention_meta)
         state = self.launch(q, k, v, cp_mesh=cp_mesh, handoff_meta=handoff)
+        recall = self.recall(k, v, cp_mesh=cp_mesh, layer=layer)
         q, k, v = self.wait(state, q, k, v, attention_meta=attention_meta)
-        output = local_attention(q, k, v, attention_meta=attention_meta)
+        output = local_attention(q, k, v, attention_meta=attention_meta, recall=recall)
         return self.restore_output(output, cp_mesh=cp_mesh, attention_meta=attention_meta)
 
 
@@ -146,7 +159,7 @@ def check_local_tensors(
     Raises:
         InvalidInputError: With the shapes found and the layout's length.
     """
-    length = attention_meta.layout.local_length
+    length, padding = attention_meta.layout.local_length, attention_meta.layout.key_padding
     where = "attention" if layer is None else layer
     if any(tensor.ndim != 4 or tensor.shape[2] != length for tensor in (q, k, v)):
         raise InvalidInputError(
@@ -158,6 +171,16 @@ def check_local_tensors(
         raise InvalidInputError(
             f"{where}: k and v must have one shape, q the same batch and head dim and a multiple of their heads, but "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}."
+        )
+    if padding is not None and padding.shape[0] != q.shape[0]:
+        raise InvalidInputError(
+            f"{where}: the layout holds the pads of {padding.shape[0]} rows, but q, k and v have {q.shape[0]}; a batch "
+            "and its cp_layout belong together."
+        )
+    sinks = attention_meta.sinks
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise InvalidInputError(
+            f"{where}: sinks must be one logit per query head, [{q.shape[1]}], but got {list(sinks.shape)}."
         )
 
 

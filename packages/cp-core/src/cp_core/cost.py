@@ -3,6 +3,7 @@
 B batch, N query heads, Nkv key/value heads, L local and S global sequence, D head dim, C ranks.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -13,6 +14,7 @@ from cp_collectives import UnsupportedError
 from ._all_gather import AllGatherStrategy
 from ._layout import SequenceLayout
 from ._meta import AttentionShape
+from ._query_runs import KeyBlock, QueryRun, query_runs
 from .kernels import block_kernel
 
 # Multiply and add of two matrix products forward; five products backward (FlashAttention-2, arXiv:2307.08691, 4.1).
@@ -48,6 +50,7 @@ def attention_cost(
     batch_size: int,
     cp_size: int,
     causal: bool = True,
+    window: int | None = None,
 ) -> AttentionCost:
     """Return the cost of one attention under a strategy, for the rank that the layout describes.
 
@@ -57,7 +60,8 @@ def attention_cost(
         layout: The rank's shard.
         batch_size: B.
         cp_size: C.
-        causal: Whether a query sees only earlier keys.
+        causal: Whether a query sees only itself and earlier keys.
+        window: Keys a query sees at most, itself included; None for all.
 
     Raises:
         UnsupportedError: If the cost model does not know the strategy.
@@ -74,46 +78,58 @@ def _all_gather_cost(
     batch_size: int,
     cp_size: int,
     causal: bool = True,
+    window: int | None = None,
 ) -> AttentionCost:
     local_elements = 2 * batch_size * shape.num_kv_heads * shape.head_dim * layout.local_length
     travelling = local_elements * (cp_size - 1) * shape.dtype.itemsize
     messages = 0 if cp_size == 1 else 1
-    heads = batch_size * shape.num_q_heads
-    scored = heads * _scored_entries(shape, layout, causal=causal)
+    regathers = 2 if strategy.backward_kv == "regathered" else 1
+    runs = query_runs(layout, causal=causal, window=window)
+    scored = _scored_entries(shape, runs, batch_size=batch_size)
     return AttentionCost(
         forward_messages=messages,
-        backward_messages=messages,
+        backward_messages=messages * regathers,
         forward_bytes=travelling,
-        backward_bytes=travelling,
+        backward_bytes=travelling * regathers,
         scored_entries=scored,
-        visible_entries=heads * _visible_entries(layout, causal=causal),
+        visible_entries=_visible_entries(shape, runs, batch_size=batch_size),
         forward_flops=_FORWARD_FLOPS_PER_ENTRY * shape.head_dim * scored,
         backward_flops=_BACKWARD_FLOPS_PER_ENTRY * shape.head_dim * scored,
-        saved_bytes=_saved_bytes(shape, layout, batch_size=batch_size),
+        saved_bytes=_saved_bytes(strategy, shape, layout, batch_size=batch_size),
     )
 
 
-def _saved_bytes(shape: AttentionShape, layout: SequenceLayout, *, batch_size: int) -> int:
-    """Queries, output and log-sum-exp of the local tokens, keys and values of all."""
+def _saved_bytes(strategy: AllGatherStrategy, shape: AttentionShape, layout: SequenceLayout, *, batch_size: int) -> int:
+    """Queries, output and log-sum-exp of the local tokens; keys and values of all, or of the local ones."""
     rows = batch_size * shape.num_q_heads * layout.local_length
-    key_rows = batch_size * shape.num_kv_heads * layout.padded_length
+    kept_length = layout.padded_length if strategy.backward_kv == "saved" else layout.local_length
+    key_rows = batch_size * shape.num_kv_heads * kept_length
     elements = 2 * (rows + key_rows) * shape.head_dim
     logsumexp_itemsize = torch.promote_types(shape.dtype, torch.float32).itemsize
     return elements * shape.dtype.itemsize + rows * logsumexp_itemsize
 
 
-def _scored_entries(shape: AttentionShape, layout: SequenceLayout, *, causal: bool) -> int:
-    kernel = block_kernel(shape.device)
-    if not causal:
-        return kernel.scored_entries(layout.local_length, layout.global_length, causal=False)
+def _scored_entries(shape: AttentionShape, runs: Iterable[QueryRun], *, batch_size: int) -> int:
+    kernel = block_kernel(shape.device, shape.dtype)
+    return shape.num_q_heads * sum(
+        size * kernel.scored_entries(num_queries, block.stop - block.start, visible=block.visible)
+        for size, num_queries, block in _blocks(runs, batch_size)
+    )
+
+
+def _visible_entries(shape: AttentionShape, runs: Iterable[QueryRun], *, batch_size: int) -> int:
     total = 0
-    for start, stop in layout.chunks:
-        length = stop - start
-        total += length * start + kernel.scored_entries(length, length, causal=True)
-    return total
+    for size, num_queries, block in _blocks(runs, batch_size):
+        if block.visible == "all":
+            total += size * num_queries * (block.stop - block.start)
+        else:  # a triangle, with its diagonal or without
+            total += size * num_queries * (num_queries + (1 if block.visible == "causal" else -1)) // 2
+    return shape.num_q_heads * total
 
 
-def _visible_entries(layout: SequenceLayout, *, causal: bool) -> int:
-    if not causal:
-        return layout.local_length * layout.global_length
-    return sum((start + 1 + stop) * (stop - start) // 2 for start, stop in layout.chunks)
+def _blocks(runs: Iterable[QueryRun], batch_size: int) -> Iterator[tuple[int, int, KeyBlock]]:
+    """Yield each block with its rows of the batch and its queries."""
+    for run in runs:
+        size = len(range(batch_size)[run.batch])
+        for block in run.blocks:
+            yield size, run.rows.stop - run.rows.start, block

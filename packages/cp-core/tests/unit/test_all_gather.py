@@ -46,14 +46,12 @@ def test_one_rank_computes_plain_attention_and_sends_nothing() -> None:
 
 
 REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "window": ({"window": 4}, "window (sliding-window attention)"),
     "softcap": ({"softcap": 30.0}, "softcap (capped scores)"),
-    "sinks": ({"sinks": torch.zeros(4)}, "sinks (attention sinks)"),
     "dropout_p": ({"dropout_p": 0.1}, "dropout_p (attention dropout)"),
     "mask": ({"mask": torch.ones(6, 6, dtype=torch.bool)}, "mask (an explicit attention mask)"),
     "two of them": (
-        {"window": 0, "dropout_p": 0.5},
-        "window (sliding-window attention), dropout_p (attention dropout)",
+        {"softcap": 30.0, "dropout_p": 0.5},
+        "softcap (capped scores), dropout_p (attention dropout)",
     ),
 }
 
@@ -69,7 +67,7 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(fields: dict[str, Any],
 
 
 def test_every_field_of_the_meta_is_honoured_or_refused() -> None:
-    honoured = {"layout", "causal", "scale"}
+    honoured = {"layout", "causal", "scale", "window", "sinks"}
     assert {field.name for field in dataclasses.fields(AttentionMeta)} == honoured | (
         REFUSED_FIELDS.keys() - {"two of them"}
     )
@@ -81,11 +79,24 @@ def test_packed_documents_are_refused() -> None:
         attend(*inputs(), layout=layout)
 
 
-def test_padded_keys_are_refused_where_queries_would_see_them() -> None:
-    layout = dataclasses.replace(LAYOUT, key_padding=torch.ones(2, 6, dtype=torch.bool))
-    attend(*inputs(), layout=layout)
-    with pytest.raises(UnsupportedError, match=rf"^{LAYER}: a padding mask with non-causal attention is not supported"):
-        attend(*inputs(), layout=layout, causal=False)
+def test_a_window_of_non_causal_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{LAYER}: a window of non-causal attention is not supported in this"):
+        attend(*inputs(), window=3, causal=False)
+
+
+def test_pads_of_another_batch_are_refused_with_both_numbers_of_rows() -> None:
+    layout = dataclasses.replace(LAYOUT, key_padding=torch.ones(3, 6, dtype=torch.bool))
+    with pytest.raises(
+        InvalidInputError, match=rf"^{LAYER}: the layout holds the pads of 3 rows, but q, k and v have 2"
+    ):
+        attend(*inputs(), layout=layout)
+
+
+def test_sinks_of_other_heads_are_refused() -> None:
+    with pytest.raises(
+        InvalidInputError, match=rf"^{LAYER}: sinks must be one logit per query head, \[4\], but got \[2\]"
+    ):
+        attend(*inputs(), sinks=torch.zeros(2))
 
 
 def test_tensors_that_are_no_shard_of_the_layout_are_refused_with_shapes() -> None:
@@ -125,18 +136,14 @@ def test_a_device_without_a_kernel_is_refused_before_the_first_forward() -> None
         AllGatherStrategy().validate(None, shape(device=torch.device("meta")))
 
 
-def test_attention_needs_floating_point() -> None:
-    with pytest.raises(
-        InvalidInputError, match=rf"^{LAYER}: attention needs a floating-point dtype, but got torch.int64"
-    ):
-        AllGatherStrategy().validate(None, shape(dtype=torch.int64))
-
-
 def test_how_keys_are_kept_for_backward_is_checked() -> None:
-    with pytest.raises(UnsupportedError, match="backward_kv='regathered' is not in this version; use 'saved'"):
-        AllGatherStrategy(backward_kv="regathered")
-    with pytest.raises(InvalidInputError, match="backward_kv must be 'saved', but got 'shared'"):
+    with pytest.raises(InvalidInputError, match="backward_kv must be 'saved' or 'regathered', but got 'shared'"):
         AllGatherStrategy(backward_kv="shared")  # type: ignore[arg-type]
+
+
+def test_one_rank_has_nothing_to_gather_again() -> None:
+    _, k, v = inputs()
+    assert AllGatherStrategy(backward_kv="regathered").recall(k, v, cp_mesh=None, layer=LAYER) is None
 
 
 def test_equal_strategies_are_equal_and_frozen() -> None:

@@ -67,7 +67,35 @@ def test_zigzag_shards_see_the_same_number_of_pairs() -> None:
 def test_non_causal_attention_sees_every_real_key() -> None:
     layout = SequenceLayout(global_index=torch.arange(4, 8), global_length=7, padded_length=8)
     found = attention_cost(AllGatherStrategy(), shape=SHAPE, layout=layout, batch_size=3, cp_size=2, causal=False)
-    assert found.scored_entries == found.visible_entries == 12 * 4 * 7
+    assert found.scored_entries == found.visible_entries == 12 * 3 * 7
+
+
+def test_pads_are_not_scored() -> None:
+    real = torch.tensor([[False] * 5 + [True] * 3, [True] * 6 + [False] * 2, [False] * 8])
+    layout = SequenceLayout(global_index=torch.arange(4, 8), global_length=8, padded_length=8, key_padding=real)
+    found = attention_cost(AllGatherStrategy(), shape=SHAPE, layout=layout, batch_size=3, cp_size=2)
+    assert found.scored_entries == 4 * (3 * 3 + (2 * 2 + 2 * 4))
+    assert found.visible_entries == 4 * ((1 + 2 + 3) + (5 + 6))
+
+
+def test_keys_before_the_window_are_not_scored() -> None:
+    layout = SequenceLayout(global_index=torch.arange(512, 1024), global_length=1024, padded_length=1024)
+    found = attention_cost(AllGatherStrategy(), shape=SHAPE, layout=layout, batch_size=1, cp_size=2, window=256)
+    assert found.visible_entries == 4 * 512 * 256
+    assert found.scored_entries == 4 * 2 * (256 * 256 + 256 * 255)  # per tile the diagonal and the edge
+
+
+def test_gathering_again_costs_a_message_and_saves_the_other_ranks_keys() -> None:
+    layout = SequenceLayout(global_index=torch.arange(4), global_length=16, padded_length=16)
+    saved, again = (
+        attention_cost(AllGatherStrategy(backward_kv=kept), shape=SHAPE, layout=layout, batch_size=3, cp_size=4)
+        for kept in ("saved", "regathered")
+    )
+    assert (again.backward_messages, again.backward_bytes) == (2, 2 * saved.forward_bytes)
+    assert saved.saved_bytes - again.saved_bytes == 2 * 3 * 2 * 8 * (16 - 4) * 2  # k and v of 12 tokens in 2 bytes
+    assert dataclasses.replace(again, backward_messages=1, backward_bytes=saved.backward_bytes) == dataclasses.replace(
+        saved, saved_bytes=again.saved_bytes
+    )
 
 
 @pytest.mark.parametrize(

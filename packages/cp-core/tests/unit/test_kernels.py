@@ -29,7 +29,7 @@ CASES = list(itertools.product([True, False], [None, 0.3], [4, 2, 1]))
 def test_output_and_logsumexp_are_those_of_attention(causal: bool, scale: float | None, num_kv_heads: int) -> None:
     q = normal(2, 4, 7, 8, seed=1)
     k, v = (normal(2, num_kv_heads, 7, 8, seed=seed) for seed in (2, 3))
-    block = block_kernel(CPU).forward(q, k, v, causal=causal, scale=scale)
+    block = block_kernel(CPU, torch.float64).forward(q, k, v, visible="causal" if causal else "all", scale=scale)
     scores = scores_of(q, k, causal=causal, scale=8**-0.5 if scale is None else scale)
     torch.testing.assert_close(block.logsumexp, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
     expected = scores.softmax(-1) @ v.repeat_interleave(4 // num_kv_heads, 1)
@@ -43,16 +43,18 @@ def test_backward_is_that_of_attention(causal: bool, scale: float | None, num_kv
     grad = normal(2, 4, 7, 8, seed=4)
     scores = scores_of(q, k, causal=causal, scale=8**-0.5 if scale is None else scale)
     (scores.softmax(-1) @ v.repeat_interleave(4 // num_kv_heads, 1)).backward(grad)
-    kernel = block_kernel(CPU)
-    block = kernel.forward(q.detach(), k.detach(), v.detach(), causal=causal, scale=scale)
-    for found, tensor in zip(kernel.backward(grad, block, causal=causal, scale=scale), (q, k, v), strict=True):
+    kernel = block_kernel(CPU, torch.float64)
+    block = kernel.forward(q.detach(), k.detach(), v.detach(), visible="causal" if causal else "all", scale=scale)
+    for found, tensor in zip(
+        kernel.backward(grad, block, visible="causal" if causal else "all", scale=scale), (q, k, v), strict=True
+    ):
         torch.testing.assert_close(found, tensor.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_logsumexp_of_16_bit_inputs_is_fp32(dtype: torch.dtype) -> None:
     q, k, v = (normal(1, 2, 5, 8, seed=seed).to(dtype) for seed in range(3))
-    block = block_kernel(CPU).forward(q, k, v, causal=True, scale=None)
+    block = block_kernel(CPU, torch.float64).forward(q, k, v, visible="causal", scale=None)
     assert isinstance(block, AttendedBlock)
     assert (block.output.dtype, block.logsumexp.dtype) == (dtype, torch.float32)
 
@@ -71,11 +73,14 @@ def test_the_logsumexp_of_16_bit_inputs_is_fp32(dtype: torch.dtype) -> None:
     ],
 )
 def test_scored_entries_follow_the_kernels_blocks(num_queries: int, num_keys: int, causal: bool, entries: int) -> None:
-    assert block_kernel(CPU).scored_entries(num_queries, num_keys, causal=causal) == entries
+    assert (
+        block_kernel(CPU, torch.float64).scored_entries(num_queries, num_keys, visible="causal" if causal else "all")
+        == entries
+    )
 
 
 def test_a_device_without_a_kernel_is_refused_with_the_choices() -> None:
     with pytest.raises(
         UnsupportedError, match=r"no attention kernel for device type 'meta' in this .*; available: cpu\."
     ):
-        block_kernel(torch.device("meta"))
+        block_kernel(torch.device("meta"), torch.float32)

@@ -60,6 +60,31 @@ def test_key_padding_marks_the_pads_of_the_layout_too() -> None:
     assert found.key_padding.tolist() == [[True, True, True, False], [True, False, False, False]]
 
 
+def test_the_real_tokens_of_rows_are_read_as_runs() -> None:
+    rows = ["11110", "11110", "01111", "00000", "01111", "11111"]
+    padding = torch.tensor([[digit == "1" for digit in row] for row in rows])
+    found = SequenceLayout(global_index=torch.arange(5), global_length=5, padded_length=5, key_padding=padding)
+    assert found.real_runs == (
+        (slice(0, 2), (0, 4)),
+        (slice(2, 3), (1, 5)),
+        (slice(4, 5), (1, 5)),
+        (slice(5, 6), (0, 5)),
+    )
+    assert layout([0, 1], global_length=7).real_runs == ((slice(None), (0, 7)),)
+
+
+def test_pads_inside_a_row_are_refused_with_the_row() -> None:
+    padding = torch.tensor([[True, True, True], [True, False, True]])
+    with pytest.raises(InvalidInputError, match=r"with pads at its sides only, but row 1 has pads inside\."):
+        SequenceLayout(global_index=torch.arange(3), global_length=3, padded_length=3, key_padding=padding)
+
+
+@pytest.mark.parametrize("padding", [torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 3), torch.ones(3)], ids=str)
+def test_key_padding_of_another_form_is_refused(padding: torch.Tensor) -> None:
+    with pytest.raises(InvalidInputError, match=r"^key_padding must be \[B, P\] bool with P = 3, but got torch\."):
+        SequenceLayout(global_index=torch.arange(3), global_length=3, padded_length=3, key_padding=padding)
+
+
 @pytest.mark.parametrize(
     "index",
     [

@@ -104,23 +104,6 @@ def test_a_query_does_not_see_what_comes_after_it(changed: str) -> None:
     assert same == [True, True, False, False]
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
-@pytest.mark.parametrize("num_real", [12, 10], ids=["no pads", "two pads"])
-def test_non_causal_attention_sees_all_real_keys_and_no_pad(heads: tuple[int, int], num_real: int) -> None:
-    q, k, v = inputs(*heads)
-    positions = LAYOUTS["zigzag, outer"]
-    grad = normal(2, heads[0], len(positions), 8, seed=9)
-    expected = oracle(q, k[:, :, :num_real], v[:, :, :num_real], causal=False)[:, :, torch.tensor(positions)]
-    wanted = torch.autograd.grad(expected, (q, k, v), grad)
-    found = local_attention(
-        q[:, :, torch.tensor(positions)], k, v, attention_meta=meta(positions, length=num_real, causal=False)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for one, other in zip(torch.autograd.grad(found, (q, k, v), grad), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize("positions", [LAYOUTS["contiguous, last"], LAYOUTS["zigzag, outer"]], ids=["last", "zigzag"])
 def test_an_expanded_gradient_and_strided_inputs_are_taken(positions: list[int]) -> None:
     """What `out.sum().backward()` and a transposed projection give."""

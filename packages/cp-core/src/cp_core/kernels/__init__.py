@@ -4,15 +4,15 @@ import torch
 
 from cp_collectives import UnsupportedError
 
-from ._block import AttendedBlock, BlockKernel
+from ._block import AttendedBlock, BlockKernel, Visible
 from ._cpu_flash import CpuFlash
 
-__all__ = ["AttendedBlock", "BlockKernel", "block_kernel"]
+__all__ = ["AttendedBlock", "BlockKernel", "Visible", "block_kernel"]
 
 _KERNELS: dict[str, BlockKernel] = {"cpu": CpuFlash()}
 
 
-def block_kernel(device: torch.device) -> BlockKernel:
+def block_kernel(device: torch.device, dtype: torch.dtype) -> BlockKernel:
     """Return the kernel of a device.
 
     Raises:

@@ -1,8 +1,10 @@
 """What every block kernel computes, whatever the device."""
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
+
+Visible = Literal["all", "causal", "after_diagonal"]
 
 
 class AttendedBlock(NamedTuple):
@@ -25,17 +27,17 @@ class BlockKernel(Protocol):
     """
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, visible: Visible, scale: float | None
     ) -> AttendedBlock:
         """Compute attention of queries `[B, N, Lq, D]` over keys and values `[B, Nkv, Lk, D]`."""
         ...
 
     def backward(
-        self, grad: torch.Tensor, block: AttendedBlock, *, causal: bool, scale: float | None
+        self, grad: torch.Tensor, block: AttendedBlock, *, visible: Visible, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dQ, dK, dV of this block for the gradient of its output."""
         ...
 
-    def scored_entries(self, num_queries: int, num_keys: int, *, causal: bool) -> int:
+    def scored_entries(self, num_queries: int, num_keys: int, *, visible: Visible) -> int:
         """Return how many query-key products the kernel computes per head, masked ones included."""
         ...
