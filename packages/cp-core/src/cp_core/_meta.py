@@ -12,7 +12,7 @@ from ._layout import SequenceLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
-    """The heads of one attention as this rank has them, after tensor parallelism.
+    """One attention with the heads that this rank has of it, after tensor parallelism.
 
     Raises:
         InvalidInputError: If query heads are not a multiple of key/value heads, naming both.
@@ -25,6 +25,8 @@ class AttentionShape:
     device: torch.device
     # Fully qualified module name, for errors.
     fqn: str
+    # Keys a query sees at most, itself included; None for all.
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:

@@ -50,18 +50,16 @@ def attention_cost(
     batch_size: int,
     cp_size: int,
     causal: bool = True,
-    window: int | None = None,
 ) -> AttentionCost:
     """Return the cost of one attention under a strategy, for the rank that the layout describes.
 
     Args:
         strategy: A context-parallel strategy.
-        shape: Heads and dtype of the attention.
+        shape: Heads, dtype and window of the attention.
         layout: The rank's shard.
         batch_size: B.
         cp_size: C.
         causal: Whether a query sees only itself and earlier keys.
-        window: Keys a query sees at most, itself included; None for all.
 
     Raises:
         UnsupportedError: If the cost model does not know the strategy.
@@ -78,13 +76,12 @@ def _all_gather_cost(
     batch_size: int,
     cp_size: int,
     causal: bool = True,
-    window: int | None = None,
 ) -> AttentionCost:
     local_elements = 2 * batch_size * shape.num_kv_heads * shape.head_dim * layout.local_length
     travelling = local_elements * (cp_size - 1) * shape.dtype.itemsize
     messages = 0 if cp_size == 1 else 1
     regathers = 2 if strategy.backward_kv == "regathered" else 1
-    runs = query_runs(layout, causal=causal, window=window)
+    runs = query_runs(layout, causal=causal, window=shape.window)
     scored = _scored_entries(shape, runs, batch_size=batch_size)
     return AttentionCost(
         forward_messages=messages,

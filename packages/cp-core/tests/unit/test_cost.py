@@ -80,7 +80,8 @@ def test_pads_are_not_scored() -> None:
 
 def test_keys_before_the_window_are_not_scored() -> None:
     layout = SequenceLayout(global_index=torch.arange(512, 1024), global_length=1024, padded_length=1024)
-    found = attention_cost(AllGatherStrategy(), shape=SHAPE, layout=layout, batch_size=1, cp_size=2, window=256)
+    windowed = dataclasses.replace(SHAPE, window=256)
+    found = attention_cost(AllGatherStrategy(), shape=windowed, layout=layout, batch_size=1, cp_size=2)
     assert found.visible_entries == 4 * 512 * 256
     assert found.scored_entries == 4 * 2 * (256 * 256 + 256 * 255)  # per tile the diagonal and the edge
 
@@ -145,3 +146,13 @@ def test_an_unknown_strategy_is_refused_by_name() -> None:
     layout = SequenceLayout(global_index=torch.arange(4), global_length=8, padded_length=8)
     with pytest.raises(UnsupportedError, match=r"^the cost model does not know object\.$"):
         attention_cost(object(), shape=SHAPE, layout=layout, batch_size=1, cp_size=2)
+
+
+def test_four_shards_of_8192_tokens_score_little_more_than_what_is_visible() -> None:
+    costs = []
+    for rank in range(4):
+        layout = SequenceLayout.contiguous(global_length=8192, multiple_of=4, cp_size=4, cp_rank=rank)
+        costs.append(attention_cost(AllGatherStrategy(), shape=SHAPE, layout=layout, batch_size=1, cp_size=4))
+    scored, visible = (sum(getattr(cost, name) for cost in costs) for name in ("scored_entries", "visible_entries"))
+    assert visible == 4 * 8192 * 8193 // 2
+    assert 1 <= scored / visible <= 1.07

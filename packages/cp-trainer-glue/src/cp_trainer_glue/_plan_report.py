@@ -252,7 +252,7 @@ class _Costs:
 
 
 def _numbers(shape: AttentionShape) -> tuple[object, ...]:
-    return shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device
+    return shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device, shape.window
 
 
 def _declared_row(

@@ -251,9 +251,15 @@ CASES: dict[str, Case] = {
     "no such text": Case(
         {"data.source": None, "data.files": ["absent/*.txt"]}, ("data.files: 'absent/*.txt' matches no file",), False
     ),
-    "sliding window": Case(
-        {"model.config": {**LLAMA, "model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 4}},
-        ("model.layers.0.self_attn: sliding_window=4 is not supported", "The same holds for model.layers.1.self_attn."),
+    "capped scores": Case(
+        {
+            "model.config": {**LLAMA, "model_type": "gemma2", "num_hidden_layers": 2, "attn_logit_softcapping": 4.0},
+            "model.attn_implementation": "eager",
+        },
+        (
+            "model.layers.0.self_attn: attn_logit_softcapping=4.0 is not supported",
+            "The same holds for model.layers.1.self_attn.",
+        ),
         False,
     ),
     "attention dropout": Case(
@@ -263,7 +269,7 @@ CASES: dict[str, Case] = {
     ),
     "a rotary embedding of the longest position": Case(
         {"model.config": {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
-        ("rope_type='dynamic', which depends on the longest position is not supported",),
+        ("rope_type=dynamic, which depends on the longest position, is not supported",),
         False,
     ),
     "an attention implementation that the model lacks": Case(
@@ -430,7 +436,7 @@ CASES: dict[str, Case] = {
         "names a wrapper that no installed package has; of these paths there are hyper_parallel.distributed",
     ),
     "no _target_": wrong_wrapper({"target": "sdpa_hf"}, "a mapping under inner_wrapper needs _target_"),
-    "unknown data": wrong_wrapper({"_target_": "sdpa_hf", "degree": 2}, "takes no data arguments; unknown: degree"),
+    "unknown data": wrong_wrapper({"_target_": "sdpa_hf", "degree": 2}, "takes backward_kv; unknown: degree"),
     "misspelt data": wrong_wrapper(
         {"_target_": "users_own.good", "chunk": 2},
         "takes chunks; unknown: chunk; missing: none. Did you mean 'chunks'?",

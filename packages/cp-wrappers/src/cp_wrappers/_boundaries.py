@@ -9,6 +9,7 @@ import torch
 
 from cp_core import AttentionShape, InvalidInputError, UnsupportedError
 
+from ._attention_settings import window_of
 from ._model_spec import ModelSpec, model_spec
 from ._names import ModuleNames, are_related, is_inside
 
@@ -125,6 +126,7 @@ def attention_shape(module: torch.nn.Module, fqn: str, *, device: torch.device |
         dtype=parameter.dtype,
         device=device or parameter.device,
         fqn=fqn,
+        window=window_of(module),
     )
 
 

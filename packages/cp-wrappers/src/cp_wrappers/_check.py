@@ -7,6 +7,7 @@ import torch
 
 from cp_core import InvalidInputError
 
+from ._attention_settings import refuse_without_mask
 from ._boundaries import find_attentions, unserved_token_mixers
 from ._boundary import boundary_of
 from ._declaration import BoundaryPlan, MethodDeclaration
@@ -185,6 +186,4 @@ def _planned(
 def _check_without_mask(attention: torch.nn.Module, fqn: str) -> None:
     """Under a method of the user's own, attention of transformers runs as before, but without its mask."""
     if hasattr(getattr(attention, "config", None), "_attn_implementation"):
-        from ._transformers import refuse_without_mask  # lazily: cp-wrappers works without transformers
-
         refuse_without_mask(attention, fqn)

@@ -7,7 +7,6 @@ method meets it too and raises. The mask function returns None: causality and pa
 """
 
 import copy
-import inspect
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cp_core import AttentionMeta, InvalidInputError, SequenceLayout, UnsupportedError
 
+from ._attention_settings import require_settings_of
 from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, boundary_of
+from ._mask_functions import is_plainly_causal
 
 IMPLEMENTATION = "context_parallel"
 
@@ -39,9 +40,6 @@ _INERT_KEYWORDS = frozenset(
         "use_cache",
     }
 )
-# Implementations that are causal without a mask, as their module says.
-_CAUSAL_BY_THEMSELVES = ("sdpa", "flash_attention_2", "flash_attention_3")
-_REFUSED_ROTARY = ("dynamic", "longrope")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,87 +86,6 @@ def adopt(model: torch.nn.Module) -> Adoption:
     return adoption
 
 
-def is_transformers_attention(module: torch.nn.Module) -> bool:
-    """Whether a module dispatches its attention by its config's implementation name."""
-    return hasattr(getattr(module, "config", None), "_attn_implementation") and hasattr(module, "is_causal")
-
-
-def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
-    """Refuse before the first forward what the module's config asks for and no method of this version honours.
-
-    Raises:
-        UnsupportedError: Naming the module and each setting.
-    """
-    if not is_transformers_attention(module):
-        raise UnsupportedError(
-            f"{fqn} ({type(module).__name__}) is not an attention of transformers, which is what the _hf wrappers of "
-            "this version take."
-        )
-    if not _dispatches_by_name(module):
-        raise UnsupportedError(
-            f"{fqn} ({type(module).__name__}) computes its attention by itself, not by its config's attention "
-            "implementation, which is where the _hf wrappers take part."
-        )
-    config: Any = module.config
-    window, softcap = _window_of(module, config), getattr(config, "attn_logit_softcapping", None)
-    layer_type = _layer_type_of(module, config)
-    dropout = getattr(module, "attention_dropout", getattr(module, "attn_dropout", 0.0))
-    dropout = getattr(dropout, "p", dropout)  # some families keep the module, some the probability
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    settings = {
-        f"layer type {layer_type!r}": layer_type not in (None, "full_attention"),
-        f"sliding_window={window}": window,
-        f"attention_dropout={dropout}": dropout,
-        f"attn_logit_softcapping={softcap}": softcap,
-        "attn_temperature_tuning": getattr(config, "attn_temperature_tuning", False),
-        "attention sinks": getattr(module, "sinks", None) is not None,
-        f"rope_type={rope_type!r}, which depends on the longest position": rope_type in _REFUSED_ROTARY,
-    }
-    asked = [name for name, value in settings.items() if value]
-    if asked:
-        raise UnsupportedError(
-            f"{fqn}: {', '.join(asked)} is not supported under context parallelism in this version; change the model's "
-            "config, or train at cp_size 1."
-        )
-
-
-def refuse_without_mask(module: torch.nn.Module, fqn: str) -> None:
-    """Refuse, for a wrapper of the user's own, an attention that would lose its causality with its mask.
-
-    Raises:
-        UnsupportedError: Naming the module and its implementation.
-    """
-    config: Any = module.config
-    implementation = config._attn_implementation
-    if implementation not in (*_CAUSAL_BY_THEMSELVES, "eager"):
-        raise UnsupportedError(
-            f"{fqn}: the model's attn_implementation {implementation!r} takes causality from a mask, which it does not "
-            "get under a wrapper of your own; use sdpa or eager."
-        )
-
-
-def _dispatches_by_name(module: torch.nn.Module) -> bool:
-    forwards = (kind.__dict__.get("forward") for kind in type(module).__mro__)
-    return any("ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(f).__globals__ for f in forwards if inspect.isfunction(f))
-
-
-def _window_of(module: Any, config: Any) -> int | None:
-    """Return the keys that a layer's queries see at most, None for all; families note it in three places."""
-    window: int | None
-    if hasattr(module, "sliding_window"):
-        window = module.sliding_window
-    else:
-        window = getattr(config, "sliding_window", None)
-        if _layer_type_of(module, config) == "full_attention":
-            window = None
-    return window
-
-
-def _layer_type_of(module: Any, config: Any) -> str | None:
-    layer_types = getattr(config, "layer_types", None)
-    return layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
-
-
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -196,6 +113,7 @@ def _attention(
         options |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return _earlier_attention(module, boundary, (query, key, value), options)
     _refuse_keywords(boundary.name, attention_mask, keywords)
+    require_settings_of(module, boundary.name, window=sliding_window, sinks=s_aux)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
     def make_meta(layout: SequenceLayout) -> AttentionMeta:
@@ -272,11 +190,11 @@ def _no_mask(
             "position_ids say, which context parallelism cannot tell from real ones; compile the layers one by one, "
             "for example [layer.compile() for layer in model.model.layers]."
         )
-    if mask_function is not causal_mask_function:
+    if not is_plainly_causal(mask_function):
         raise UnsupportedError(
-            "the model asks for a mask that is not plainly causal (a window, chunks, a prefix, full attention, or "
-            "packed documents, which transformers reads from position_ids that do not count up by one); context "
-            "parallelism does not honour it in this version."
+            "the model asks for a mask that is not plainly causal (chunks, a prefix, full attention, or packed "
+            "documents, which transformers reads from position_ids that do not count up by one); context parallelism "
+            "does not honour it in this version."
         )
     if attention_mask is not None:
         raise InvalidInputError(

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -492,9 +492,9 @@ def test_a_wrong_forward_is_refused_by_name(worlds: Any, kind: str, sentence: st
 
 
 def refused_model(kind: str) -> None:
-    if kind == "sliding window":
+    if kind == "softcap":
         torch.manual_seed(0)
-        model: torch.nn.Module = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+        model: torch.nn.Module = Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=4.0))
     elif kind == "dropout":
         model = llama(attention_dropout=0.5)
     elif kind == "chunked layers":
@@ -515,9 +515,9 @@ def refused_model(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("sliding window", r"model\.layers\.0\.self_attn: sliding_window=4 is not supported"),
+        ("softcap", r"model\.layers\.0\.self_attn: attn_logit_softcapping=4\.0 is not supported"),
         ("dropout", r"model\.layers\.0\.self_attn: attention_dropout=0\.5 is not supported"),
-        ("rotary", r"rope_type='dynamic', which depends on the longest position"),
+        ("rotary", r"rope_type=dynamic, which depends on the longest position"),
         ("chunked layers", r"model\.layers\.0\.self_attn: layer type 'chunked_attention'"),
         (
             "linear attention",
