@@ -99,7 +99,8 @@ def mean_global_loss(
     """
     fault = _fault_of(local_loss_sum, local_valid_tokens, grad_average_degree, local_weight_sum)
     declared = (window_valid_tokens, window_weight_sum, grad_average_degree)
-    parts = gather_objects(_Part(int(local_valid_tokens), local_weight_sum, declared, fault), mesh=dp_cp_mesh)
+    weight_sum = None if local_weight_sum is None else float(local_weight_sum)
+    parts = gather_objects(_Part(int(local_valid_tokens), weight_sum, declared, fault), mesh=dp_cp_mesh)
     _refuse_parts(parts)
     valid_tokens = sum(part.valid_tokens for part in parts)
     denominator = _denominator(parts, window_valid_tokens, window_weight_sum)
@@ -126,9 +127,10 @@ def _fault_of(
 
 
 def _refuse_parts(parts: Sequence[_Part]) -> None:
-    faults = [part.fault for part in parts if part.fault is not None]
-    if faults:
-        raise InvalidInputError(faults[0])
+    faulty = [rank for rank, part in enumerate(parts) if part.fault is not None]
+    if faulty:
+        fault = parts[faulty[0]].fault
+        raise InvalidInputError(f"rank {faulty[0]} of {len(parts)}: {fault}" if len(parts) > 1 else fault)
     unweighted = [rank for rank, part in enumerate(parts) if part.weight_sum is None]
     if unweighted and len(unweighted) < len(parts):
         raise InvalidInputError(
