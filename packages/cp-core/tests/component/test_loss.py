@@ -114,9 +114,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_one_rank_gets_wrong_stops_all(worlds: Any) -> None:
-    same = (
-        "window_valid_tokens, window_weight_sum and grad_average_degree must be the same on all ranks, but rank 0 has "
-    )
+    same = "window_valid_tokens, window_weight_sum and grad_average_degree must be the same on all ranks, but rank 0 "
     advice = "; sum the window over all ranks, not over this rank's batches alone."
     expected = {
         "weights on one rank": "local_weight_sum must be given on all ranks or on none, but rank 0 of 2 has none; a "
