@@ -86,6 +86,20 @@ REFUSED: dict[str, tuple[int, torch.Tensor | None, dict[str, Any], type[Exceptio
         UnsupportedError,
         "the batch is packed (cu_seqlens [2, 3])",
     ),
+    "offsets of one of two rows": (
+        2,
+        None,
+        {"cu_seqlens": integers(0, 6)},
+        UnsupportedError,
+        "the batch is packed (cu_s",
+    ),
+    "offsets of more rows": (
+        2,
+        None,
+        {"cu_seqlens": integers([0, 6], [0, 6], [0, 6])},
+        UnsupportedError,
+        "the batch is packed (cu_seqlens [3, 2])",
+    ),
     "offsets of documents and pads": (
         1,
         MASK,
@@ -106,6 +120,13 @@ REFUSED: dict[str, tuple[int, torch.Tensor | None, dict[str, Any], type[Exceptio
         {"seq_lens_padded": integers([3, 3], [2, 4])},
         UnsupportedError,
         "the batch is packed (seq_lens_padded [2, 2])",
+    ),
+    "lengths of two documents in the form of a row": (
+        2,
+        None,
+        {"seq_lens": integers([6, 6])},
+        UnsupportedError,
+        "the batch is packed (seq_lens [1, 2])",
     ),
     "no lengths": (2, None, {"seq_lens": torch.tensor(6)}, UnsupportedError, "the batch is packed (seq_lens [])"),
     "numbers in the second row": (
@@ -158,6 +179,13 @@ REFUSED: dict[str, tuple[int, torch.Tensor | None, dict[str, Any], type[Exceptio
         {"cu_seqlens": integers([0, 4], [0, 4])},
         InvalidInputError,
         "cu_seqlens says that row 1 holds a document from 0 to 4, but its tokens stand at 2 to 6",
+    ),
+    "offsets that begin too early": (
+        2,
+        MASK,
+        {"cu_seqlens": integers([0, 4], [1, 6])},
+        InvalidInputError,
+        "cu_seqlens says that row 1 holds a document from 1 to 6, but its tokens stand at 2 to 6",
     ),
     "padded offsets that end early": (
         1,

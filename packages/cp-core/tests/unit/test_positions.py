@@ -97,6 +97,12 @@ REFUSED: dict[str, tuple[list[list[int]], torch.Tensor, type[Exception], str]] =
         "position_ids start again, 2 and then 0 (row 1, position 3): packed documents are not supported in this "
         "version; give one document per row, and an attention_mask where there are pads.",
     ),
+    "a second document where uint8 would go on counting": (
+        NO_MASK,
+        torch.tensor([[253, 254, 255, 0, 1, 2]], dtype=torch.uint8),
+        UnsupportedError,
+        "position_ids start again, 255 and then 0 (row 0, position 3)",
+    ),
     "left pads without a mask": (
         NO_MASK,
         torch.tensor([[1, 1, 0, 1, 2, 3]]),
