@@ -1,7 +1,8 @@
 """Context-parallel algorithms, free of any model or trainer.
 
-Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_query_runs`, `_meta`, `_digest`, `_batch_fields`,
-`_batch`, `_local_attention`, `_strategy`, `_all_gather`, `_loss`, `_gradients`, `cost`.
+Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_query_runs`, `_meta`, `_digest`, `_documents`,
+`_padding`, `_positions`, `_labels`, `_batch_fields`, `_batch`, `_local_attention`, `_strategy`, `_all_gather`, `_loss`,
+`_gradients`, `cost`.
 Errors and `flex_cp_allgather` come from `cp_collectives`.
 """
 
@@ -24,7 +25,7 @@ from ._gradients import clip_grad_norm, sum_gradients
 from ._launch_state import LaunchState
 from ._layout import Chunk, SequenceLayout
 from ._local_attention import local_attention
-from ._loss import GlobalLoss, count_valid_tokens, mean_global_loss
+from ._loss import GlobalLoss, count_valid_tokens, mean_global_loss, sum_loss_weights
 from ._meta import AttentionMeta, AttentionShape, HandoffMeta
 from ._strategy import ContextParallelStrategy
 
@@ -54,6 +55,7 @@ __all__ = [
     "sequence_multiple",
     "shard_batch_for_cp",
     "sum_gradients",
+    "sum_loss_weights",
     "tensor_digest",
     "unshard_sequence",
 ]

@@ -74,6 +74,21 @@ def test_the_padded_length_is_the_least_common_multiple_of_all_rules(
     assert found["cp_layout"].padded_length == padded_length
 
 
+@pytest.mark.parametrize("multiple_of", [0, -2])
+def test_a_multiple_below_one_is_refused(multiple_of: int) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^multiple_of must be at least 1, but got {multiple_of}\.$"):
+        shard_batch_for_cp({"input_ids": IDS}, None, multiple_of=multiple_of)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+def test_a_row_may_have_any_length_from_one_token_on(length: int) -> None:
+    ids = torch.arange(2 * length).view(2, length)
+    found = shard_batch_for_cp({"input_ids": ids, "labels": ids}, None, multiple_of=4)
+    assert found["input_ids"].shape == (2, -(-length // 4) * 4)
+    assert torch.equal(found["shift_labels"][:, : length - 1], ids[:, 1:])
+    assert set(found["shift_labels"][:, length - 1 :].flatten().tolist()) == {-100}
+
+
 def test_token_fields_are_contiguous() -> None:
     found = shard_batch_for_cp({"input_ids": IDS, "labels": IDS, "position_ids": torch.arange(6)[None]}, None)
     assert all(value.is_contiguous() for value in found.values() if isinstance(value, torch.Tensor))

@@ -4,6 +4,8 @@ B batch, S real global length.
 """
 
 import re
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +14,15 @@ import torch
 from cp_core import InvalidInputError, UnsupportedError, shard_batch_for_cp
 
 IDS = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
-ONES = torch.ones_like(IDS)
+UNKNOWN = (
+    "has a dim as long as the sequence, 6, or the whole batch, 12, but the batch contract does not know how to cut it; "
+    "known fields are input_ids, inputs_embeds, labels, shift_labels, position_ids, attention_mask, loss_weights. What "
+    "is no sequence can be given to the model beside the batch."
+)
 
 
 def shard(**fields: Any) -> dict[str, Any]:
     return shard_batch_for_cp({"input_ids": IDS, **fields}, None)
-
-
-def positions(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(list(rows))
-
-
-def mask(*num_real: int) -> torch.Tensor:
-    return torch.tensor([[1] * num + [0] * (6 - num) for num in num_real])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -42,97 +40,81 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a cache under its new name": ({"cache": object()}, UnsupportedError, "the batch carries a key/value cache"),
     "a cache position": ({"cache_position": torch.arange(6)}, UnsupportedError, "the batch carries a key/value cache"),
     "use_cache": ({"use_cache": True}, UnsupportedError, "the batch carries a key/value cache"),
-    "packing keys": (
-        {"cu_seqlens": torch.tensor([0, 3, 6]), "document_ids": IDS},
-        UnsupportedError,
-        "the batch is packed (cu_seqlens, document_ids): packed documents are not supported in this version; give one "
-        "document per row.",
-    ),
-    "packing keys of flash": (
-        {"cu_seq_lens_q": torch.tensor([0, 3, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])},
-        UnsupportedError,
-        "the batch is packed (cu_seq_lens_k, cu_seq_lens_q)",
-    ),
-    "lengths of documents": ({"seq_lens": torch.tensor([3, 3])}, UnsupportedError, "the batch is packed (seq_lens)"),
-    "positions that start again": (
-        {"position_ids": positions([0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2])},
-        UnsupportedError,
-        "position_ids do not count up by one (row 1, position 3): packed documents and left padding are not supported "
-        "in this version; give one document per row.",
-    ),
-    "positions of left padding": (
-        {"position_ids": positions([1, 1, 0, 1, 2, 3])},
-        UnsupportedError,
-        "position_ids do not count up by one (row 0, position 1)",
-    ),
-    "positions on three axes": (
-        {"position_ids": torch.zeros(3, 2, 6, dtype=torch.int64)},
-        UnsupportedError,
-        "position_ids must be [B, S] = [2, 6] or [1, S], but got [3, 2, 6]; multi-axis positions are not supported in "
-        "this version.",
-    ),
-    "positions of a shard": (
-        {"position_ids": torch.arange(3)[None]},
-        UnsupportedError,
-        "position_ids must be [B, S] = [2, 6] or [1, S], but got [1, 3]",
-    ),
-    "left padding": (
-        {"attention_mask": mask(6, 4).flip(1)},
-        UnsupportedError,
-        "attention_mask pads at the left or inside; only right padding is supported in this version.",
-    ),
-    "padding inside": (
-        {"attention_mask": torch.tensor([[1, 1, 0, 0, 1, 1]] * 2)},
-        UnsupportedError,
-        "attention_mask pads at the left or inside",
-    ),
-    "document numbers in the mask": (
-        {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)},
-        UnsupportedError,
-        "attention_mask must hold 0 and 1; document numbers in it are not supported here.",
-    ),
-    "a mask of a shard": (
-        {"attention_mask": ONES[:, :3]},
-        InvalidInputError,
-        "attention_mask must be global, [B, S] = [2, 6], but got [2, 3]; masks per query or of a local shard are not "
-        "accepted.",
-    ),
-    "a mask per query": (
-        {"attention_mask": torch.ones(2, 1, 6, 6)},
-        InvalidInputError,
-        "attention_mask must be global, [B, S] = [2, 6], but got [2, 1, 6, 6]",
-    ),
-    "labels on pads": (
-        {"attention_mask": mask(6, 4), "labels": IDS},
-        InvalidInputError,
-        "labels must be -100 where attention_mask is 0: a pad predicts nothing.",
-    ),
-    "labels of a shard": (
-        {"labels": IDS[:, :3]},
-        InvalidInputError,
-        "labels must be [B, S] = [2, 6], but got [2, 3].",
-    ),
-    "shift_labels of a shard": (
-        {"shift_labels": IDS[:, :3]},
-        InvalidInputError,
-        "shift_labels must be [B, S] = [2, 6], but got [2, 3].",
-    ),
-    "labels that disagree with shift_labels": (
-        {"labels": IDS, "shift_labels": IDS},
-        InvalidInputError,
-        "labels and shift_labels disagree: shift_labels[:, i] must be labels[:, i + 1], and -100 at the end; pass one "
-        "of them.",
-    ),
     "an unknown tensor with a sequence dim": (
         {"token_type_ids": IDS},
         InvalidInputError,
-        "token_type_ids [2, 6] has a dim of the sequence length 6, but the batch contract does not know how to cut it; "
-        "known fields are input_ids, inputs_embeds, labels, shift_labels, position_ids, attention_mask.",
+        f"token_type_ids [2, 6] {UNKNOWN}",
+    ),
+    "an unknown tensor whose last dim is as long": (
+        {"features": torch.zeros(2, 3, 6)},
+        InvalidInputError,
+        f"features [2, 3, 6] {UNKNOWN}",
+    ),
+    "an unknown tensor of all tokens": (
+        {"indices": torch.zeros(12, 1)},
+        InvalidInputError,
+        f"indices [12, 1] {UNKNOWN}",
+    ),
+    "an unknown tensor in a list": (
+        {"features": ["text", {"states": (torch.zeros(2), torch.zeros(2, 6))}]},
+        InvalidInputError,
+        "features [2, 6] has a dim as long as the sequence",
+    ),
+    "an unknown array of another library": (
+        {"features": SimpleNamespace(shape=(2, 6))},
+        InvalidInputError,
+        "features [2, 6] has a dim as long as the sequence",
     ),
     "embeddings of another length": (
         {"inputs_embeds": torch.zeros(2, 5, 4)},
         InvalidInputError,
         "inputs_embeds must be 3-D and start with [2, 6], but got [2, 5, 4].",
+    ),
+    "embeddings of another batch size": (
+        {"inputs_embeds": torch.zeros(1, 6, 4)},
+        InvalidInputError,
+        "inputs_embeds must be 3-D and start with [2, 6], but got [1, 6, 4].",
+    ),
+    "embeddings of integers": (
+        {"inputs_embeds": torch.zeros(2, 6, 4, dtype=torch.int64)},
+        InvalidInputError,
+        "inputs_embeds must be a tensor of floating point, but got torch.int64.",
+    ),
+    "ids in floating point": (
+        {"input_ids": IDS.double()},
+        InvalidInputError,
+        "input_ids must be a tensor of integers, but got torch.float64.",
+    ),
+    "bool ids": (
+        {"input_ids": IDS.bool()},
+        InvalidInputError,
+        "input_ids must be a tensor of integers, but got torch.bool.",
+    ),
+    "ids in a list": (
+        {"input_ids": IDS.tolist()},
+        InvalidInputError,
+        "input_ids must be a tensor of integers, but got list.",
+    ),
+    "a mask on another device": (
+        {"attention_mask": torch.ones(2, 6, device="meta")},
+        InvalidInputError,
+        "the batch must be on one device, but got input_ids on cpu, attention_mask on meta; move it before sharding.",
+    ),
+    "labels on another device": (
+        {"labels": torch.zeros(2, 6, device="meta", dtype=torch.int64)},
+        InvalidInputError,
+        "the batch must be on one device, but got input_ids on cpu, labels on meta; move it before sharding.",
+    ),
+    "a nested tensor": (
+        {"inputs_embeds": torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(6, 4)], layout=torch.jagged)},
+        UnsupportedError,
+        "inputs_embeds is a nested or sparse tensor, but the batch contract cuts plain ones; give one document per "
+        "row, padded to one length, with an attention_mask.",
+    ),
+    "a sparse tensor": (
+        {"features": torch.eye(3).to_sparse()},
+        UnsupportedError,
+        "features is a nested or sparse tensor",
     ),
 }
 
@@ -151,9 +133,9 @@ def test_refused(fields: dict[str, Any], kind: type[Exception], sentence: str) -
         {"input_ids": None},
         {"input_ids": IDS[0]},
         {"input_ids": IDS[:, :0]},
-        {"input_ids": [[1, 2]]},
+        {"input_ids": IDS[:0]},
     ],
-    ids=["nothing", "labels only", "None", "1-D", "no token", "a list"],
+    ids=["nothing", "labels only", "None", "1-D", "no token", "no row"],
 )
 def test_a_batch_without_tokens_is_refused(batch: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"^the batch needs input_ids \[B, S\] or inputs_embeds \[B, S, H\]"):
@@ -165,54 +147,13 @@ def test_what_is_no_mapping_is_refused_with_its_type() -> None:
         shard_batch_for_cp(IDS, None)  # type: ignore[arg-type]
 
 
+def test_a_mapping_that_is_no_dict_is_taken() -> None:
+    assert torch.equal(shard_batch_for_cp(UserDict(input_ids=IDS), None)["input_ids"], IDS)
+
+
 def test_ids_must_be_two_dimensional() -> None:
     with pytest.raises(InvalidInputError, match=r"input_ids must be 2-D and start with \[2, 6\], but got \[2, 6, 1\]"):
         shard_batch_for_cp({"input_ids": IDS[..., None]}, None)
-
-
-def test_a_label_on_the_only_pad_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="a pad predicts nothing"):
-        shard(attention_mask=mask(6, 5), labels=IDS)
-
-
-def test_labels_are_shifted_and_the_last_has_no_target() -> None:
-    assert shard(labels=IDS)["shift_labels"].tolist() == [[12, 13, 14, 15, 16, -100], [22, 23, 24, 25, 26, -100]]
-
-
-def test_shift_labels_are_taken_as_they_are() -> None:
-    assert torch.equal(shard(shift_labels=IDS)["shift_labels"], IDS)
-
-
-def test_labels_and_shift_labels_that_agree_are_taken() -> None:
-    shifted = shard(labels=IDS)["shift_labels"]
-    assert torch.equal(shard(labels=IDS, shift_labels=shifted)["shift_labels"], shifted)
-
-
-def test_without_labels_there_are_none() -> None:
-    assert "shift_labels" not in shard()
-
-
-@pytest.mark.parametrize(
-    "given", [None, torch.arange(6)[None], torch.arange(6).expand(2, 6)], ids=["made", "[1, S]", "[B, S]"]
-)
-def test_positions_are_per_row_and_count_from_where_they_start(given: torch.Tensor | None) -> None:
-    assert shard(position_ids=given)["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-
-
-def test_positions_may_start_later() -> None:
-    given = torch.arange(6)[None] + torch.tensor([[3], [100]])
-    assert torch.equal(shard(position_ids=given)["position_ids"], given)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
-def test_right_padding_becomes_the_layouts_key_padding(dtype: torch.dtype) -> None:
-    found = shard(attention_mask=mask(6, 4).to(dtype))
-    assert torch.equal(found["cp_layout"].key_padding, mask(6, 4).bool())
-    assert "attention_mask" not in found
-
-
-def test_a_mask_that_masks_nothing_leaves_no_key_padding() -> None:
-    assert shard(attention_mask=ONES)["cp_layout"].key_padding is None
 
 
 def test_embeddings_may_stand_for_ids() -> None:
@@ -222,11 +163,41 @@ def test_embeddings_may_stand_for_ids() -> None:
     assert "input_ids" not in found
 
 
+def test_embeddings_may_stand_beside_ids() -> None:
+    embeds = torch.randn(2, 6, 6)  # as wide as the sequence is long: still [B, S, H]
+    found = shard(inputs_embeds=embeds)
+    assert torch.equal(found["inputs_embeds"], embeds)
+    assert torch.equal(found["input_ids"], IDS)
+
+
+def test_a_batch_as_long_as_it_has_rows_is_cut_along_the_sequence() -> None:
+    ids = torch.arange(4).view(2, 2)
+    found = shard_batch_for_cp({"input_ids": ids, "labels": ids, "inputs_embeds": torch.ones(2, 2, 2)}, None)
+    assert found["shift_labels"].tolist() == [[1, -100], [3, -100]]
+
+
+def test_a_tensor_that_could_be_cut_is_refused_even_if_it_has_a_number_per_row() -> None:
+    ids = torch.arange(4).view(2, 2)
+    with pytest.raises(InvalidInputError, match=r"^image_sizes \[2, 3\] has a dim as long as the sequence, 2,"):
+        shard_batch_for_cp({"input_ids": ids, "image_sizes": torch.zeros(2, 3)}, None)
+
+
 def test_what_has_no_sequence_dim_passes_as_it_is() -> None:
-    image, name = torch.zeros(2, 3), object()
-    found = shard(image_sizes=image, name=name, nothing=None, use_cache=False, past_key_values=None)
+    image, name, parts = torch.zeros(2, 3), object(), ["a", [torch.zeros(3)], {"b": 6}]
+    found = shard(
+        image_sizes=image,
+        name=name,
+        parts=parts,
+        scale=torch.tensor(6.0),
+        other_device=torch.zeros(2, device="meta"),
+        nothing=None,
+        use_cache=False,
+        past_key_values=None,
+        cu_seqlens=None,
+    )
     assert found["image_sizes"] is image
     assert found["name"] is name
+    assert found["parts"] is parts
+    assert found["scale"].item() == 6.0
     assert found["use_cache"] is False
-    assert "nothing" not in found
-    assert "past_key_values" not in found
+    assert {"nothing", "past_key_values", "cu_seqlens"}.isdisjoint(found)

@@ -1,9 +1,11 @@
 """The loss contract on one rank."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from cp_core import InvalidInputError, count_valid_tokens, mean_global_loss
+from cp_core import GlobalLoss, InvalidInputError, count_valid_tokens, mean_global_loss, sum_loss_weights
 
 
 @pytest.mark.parametrize(
@@ -67,3 +69,60 @@ def test_what_is_no_loss_is_refused_with_what_was_given(shape: tuple[int, ...], 
     with pytest.raises(InvalidInputError, match="mean_global_loss needs a scalar loss sum") as caught:
         mean_global_loss(torch.zeros(shape), num_tokens, dp_cp_mesh=None, grad_average_degree=degree)
     assert str(caught.value).endswith(f"but got shape {shape}, {num_tokens} and {degree}.")
+
+
+def weighted(loss_sum: float, num_tokens: int, weight_sum: float, **options: Any) -> GlobalLoss:
+    return mean_global_loss(
+        torch.tensor(loss_sum, dtype=torch.float64),
+        num_tokens,
+        dp_cp_mesh=None,
+        local_weight_sum=weight_sum,
+        **{"grad_average_degree": 1, **options},
+    )
+
+
+def test_with_weights_the_mean_is_over_the_weights_and_the_count_stays_one_of_tokens() -> None:
+    found = weighted(6.0, 40, 0.5, grad_average_degree=2)
+    assert (found.backward.item(), found.logged.item(), found.valid_tokens) == (24.0, 12.0, 40)
+
+
+def test_a_window_of_weights_divides_by_its_own_sum() -> None:
+    assert weighted(6.0, 4, 0.5, window_weight_sum=1.5).logged.item() == 4.0
+
+
+def test_no_weight_is_a_loss_of_zero_and_no_nan() -> None:
+    assert weighted(0.0, 4, 0.0).logged.item() == 0.0
+
+
+def test_a_window_may_be_summed_in_another_order_than_the_call() -> None:
+    assert weighted(3.0, 4, 0.3, window_weight_sum=0.3 - 1e-16).logged.item() == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("window", [0.49, float("nan"), float("inf")])
+def test_a_window_with_less_weight_than_the_call_is_refused_with_both(window: float) -> None:
+    with pytest.raises(
+        InvalidInputError,
+        match=rf"^window_weight_sum \({window}\) must be finite and not less than the weights of this call \(0\.5\)",
+    ):
+        weighted(6.0, 4, 0.5, window_weight_sum=window)
+
+
+@pytest.mark.parametrize("weight_sum", [-0.5, float("nan"), float("inf")])
+def test_a_weight_sum_that_is_none_is_refused(weight_sum: float) -> None:
+    with pytest.raises(
+        InvalidInputError, match=f"^local_weight_sum must be finite and at least 0, but got {weight_sum}"
+    ):
+        weighted(6.0, 4, weight_sum)
+
+
+def test_a_window_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"is window_valid_tokens; this mean is over weights\.$"):
+        weighted(6.0, 4, 0.5, window_valid_tokens=40)
+    with pytest.raises(InvalidInputError, match=r"is window_valid_tokens; this mean is over tokens\.$"):
+        mean_global_loss(torch.tensor(6.0), 4, dp_cp_mesh=None, grad_average_degree=1, window_weight_sum=9.0)
+
+
+def test_weights_are_summed_in_float64() -> None:
+    # 1 is lost beside 2**24 in float32, and beside 256 in bfloat16.
+    assert sum_loss_weights(torch.tensor([[2.0**24, 1.0, 1.0]])) == 2**24 + 2
+    assert sum_loss_weights(torch.tensor([[256.0, 1.0, 0.0]], dtype=torch.bfloat16)) == 257.0
