@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from cp_collectives import agree, gather_objects, mesh_size
 from cp_core import (
@@ -22,6 +23,7 @@ from ._boundaries import model_specs_in
 from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, detach
 from ._declaration import BoundaryPlan
 from ._model_spec import BatchPrepare
+from ._one_rank import hand_over_pads, refuse_pads
 from ._registry import plain
 from ._targets import FOREIGN_FAILURES, failure_in, fault_in
 
@@ -74,6 +76,8 @@ class AppliedContextParallel:
     _batch_prepare_fns: tuple[BatchPrepare, ...] = ()
     _touched: list[_Touched] = field(default_factory=list)
     _adoption: "Adoption | None" = None
+    # Hand the pads over at cp size 1.
+    _pads_hooks: tuple[RemovableHandle, ...] = ()
 
     @property
     def strategies(self) -> tuple[ContextParallelStrategy, ...]:
@@ -109,7 +113,10 @@ class AppliedContextParallel:
 
         Raises:
             LifecycleError: If a forward under a different layout still awaits its backward; nothing is set then.
+            InvalidInputError: At cp size 1, if the layout has pads: no attention is wrapped that would hide them.
         """
+        if self._pads_hooks:
+            refuse_pads(layout)
         found = (boundary_of(touched.module) for touched in self._touched)
         boundaries = [boundary for boundary in found if boundary is not None]
         for boundary in boundaries:
@@ -139,14 +146,18 @@ class AppliedContextParallel:
             detach(module)
         if self._adoption is not None:
             self._adoption.restore()
+        for hook in self._pads_hooks:
+            hook.remove()
         self.report, self._touched, self._adoption, self._batch_prepare_fns = (), [], None, ()
+        self._pads_hooks = ()
 
 
 def unwrapped(model: torch.nn.Module, cp_mesh: DeviceMesh | None) -> AppliedContextParallel:
     """Return the handle of a model in which nothing is wrapped; it still prepares batches."""
     specs = model_specs_in(model)
     functions = dict.fromkeys(spec.batch_prepare_fn for spec in specs if spec.batch_prepare_fn is not None)
-    return AppliedContextParallel(_cp_mesh=cp_mesh, _batch_prepare_fns=tuple(functions))
+    hooks = hand_over_pads(model) if mesh_size(cp_mesh) == 1 else ()
+    return AppliedContextParallel(_cp_mesh=cp_mesh, _batch_prepare_fns=tuple(functions), _pads_hooks=hooks)
 
 
 def install_boundaries(

@@ -18,7 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from cp_core import shard_batch_for_cp, unshard_sequence
+from cp_core import InvalidInputError, shard_batch_for_cp, unshard_sequence
 from cp_wrappers import (
     Meshes,
     MethodDeclaration,
@@ -308,3 +308,28 @@ def prepared() -> dict[str, Any]:
 def test_a_batch_is_prepared_once_for_all_models_of_a_family_and_at_cp_size_1_too(worlds: Any) -> None:
     for found in worlds(2).run(prepared):
         assert all(found.values()), found
+
+
+def test_at_cp_size_1_the_pads_of_the_layout_become_the_models_own_mask() -> None:
+    batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+    model = llama()
+    expected = model(**batch, use_cache=False).logits
+    applied = apply_context_parallel(model, None, {"*.self_attn": "sdpa_hf"})
+    local = applied.shard_batch(batch)
+    assert torch.equal(model(**local).logits[batch["attention_mask"] == 1], expected[batch["attention_mask"] == 1])
+    inner = model.lm_head(model.model(**local).last_hidden_state)
+    assert torch.equal(inner[0, 2:], expected[0, 2:])
+    with pytest.raises(InvalidInputError, match="at cp size 1 no attention is wrapped, so nothing would hide"):
+        applied.set_layout(local["cp_layout"])
+    applied.remove()
+    unmasked = model(**local).logits
+    assert not torch.equal(unmasked[0, 2:], expected[0, 2:])
+
+
+def test_at_cp_size_1_a_model_without_a_mask_gets_no_pads() -> None:
+    model = torch.nn.Linear(2, 2)
+    local = apply_context_parallel(model, None, {}).shard_batch(
+        {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1]])}
+    )
+    with pytest.raises(InvalidInputError, match="but Linear takes no attention_mask; train it on batches without pads"):
+        model(torch.zeros(1, 2), cp_layout=local["cp_layout"])
