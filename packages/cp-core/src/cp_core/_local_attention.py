@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ._layout import Chunk
 from ._meta import AttentionMeta
-from .kernels import AttendedBlock, BlockKernel, block_kernel
+from .kernels import AttendedBlock, BlockKernel, Visible, block_kernel
 
 
 def local_attention(
@@ -37,7 +37,7 @@ def local_attention(
         `[B, N, L, D]`, of the inputs' dtype.
 
     Raises:
-        UnsupportedError: If there is no kernel for the device.
+        UnsupportedError: If there is no kernel for the device and dtype, or it does not take the head dim.
     """
     output: torch.Tensor
     if attention_meta.causal:
@@ -51,7 +51,7 @@ def local_attention(
 class _FullAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        block = block_kernel(q.device).forward(q, k, v, causal=False, scale=meta.scale)
+        block = block_kernel(q.device, q.dtype).forward(q, k, v, visible="all", scale=meta.scale)
         ctx.save_for_backward(*block)
         ctx.scale = meta.scale
         return block.output
@@ -60,13 +60,14 @@ class _FullAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         block = AttendedBlock(*ctx.saved_tensors)
-        return *block_kernel(grad.device).backward(grad, block, causal=False, scale=ctx.scale), None
+        kernel = block_kernel(block.q.device, block.q.dtype)
+        return *kernel.backward(grad, block, visible="all", scale=ctx.scale), None
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        kernel = block_kernel(q.device)
+        kernel = block_kernel(q.device, q.dtype)
         chunks = meta.layout.chunks
         pieces = [_attend(kernel, q[:, :, rows], (k, v), chunk, scale=meta.scale) for rows, chunk in _rows_of(chunks)]
         output, logsumexp = (_join(list(parts)) for parts in zip(*pieces, strict=True))
@@ -78,7 +79,7 @@ class _CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, output, logsumexp = ctx.saved_tensors
-        kernel = block_kernel(q.device)
+        kernel = block_kernel(q.device, q.dtype)
         into = (torch.zeros_like(k), torch.zeros_like(v))
         query_grads = []
         for rows, chunk in _rows_of(ctx.chunks):
@@ -98,11 +99,11 @@ def _attend(
     """Return output and log-sum-exp of one chunk: its diagonal block, merged with its prefix where it has one."""
     start, stop = chunk
     own_k, own_v = (tensor[:, :, start:stop] for tensor in keys)
-    diagonal = kernel.forward(q, own_k, own_v, causal=True, scale=scale)
+    diagonal = kernel.forward(q, own_k, own_v, visible="causal", scale=scale)
     if start == 0:
         return diagonal.output, diagonal.logsumexp
     earlier_k, earlier_v = (tensor[:, :, :start] for tensor in keys)
-    prefix = kernel.forward(q, earlier_k, earlier_v, causal=False, scale=scale)
+    prefix = kernel.forward(q, earlier_k, earlier_v, visible="all", scale=scale)
     return _merge(prefix, diagonal)
 
 
@@ -118,11 +119,12 @@ def _attend_backward(
     """Return dQ of one chunk and add its dK and dV `into` those of the whole sequence."""
     start, stop = chunk
     query_grad = None
-    for first, last, causal in ((start, stop, True), (0, start, False)):
+    spans: tuple[tuple[int, int, Visible], ...] = ((start, stop, "causal"), (0, start, "all"))
+    for first, last, visible in spans:
         if first == last:
             continue
         part = block._replace(k=block.k[:, :, first:last], v=block.v[:, :, first:last])
-        dq, dk, dv = kernel.backward(grad, part, causal=causal, scale=scale)
+        dq, dk, dv = kernel.backward(grad, part, visible=visible, scale=scale)
         into[0][:, :, first:last] += dk
         into[1][:, :, first:last] += dv
         query_grad = _wide(dq) if query_grad is None else query_grad + _wide(dq)

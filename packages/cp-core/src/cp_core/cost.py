@@ -103,13 +103,13 @@ def _saved_bytes(shape: AttentionShape, layout: SequenceLayout, *, batch_size: i
 
 
 def _scored_entries(shape: AttentionShape, layout: SequenceLayout, *, causal: bool) -> int:
-    kernel = block_kernel(shape.device)
+    kernel = block_kernel(shape.device, shape.dtype)
     if not causal:
-        return kernel.scored_entries(layout.local_length, layout.global_length, causal=False)
+        return kernel.scored_entries(layout.local_length, layout.global_length, visible="all")
     total = 0
     for start, stop in layout.chunks:
         length = stop - start
-        total += length * start + kernel.scored_entries(length, length, causal=True)
+        total += length * start + kernel.scored_entries(length, length, visible="causal")
     return total
 
 

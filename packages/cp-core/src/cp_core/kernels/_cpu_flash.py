@@ -1,20 +1,24 @@
 """PyTorch's CPU flash attention, through the operator that also returns the log-sum-exp.
 
-The operator takes fewer key/value heads than query heads, and strided inputs, as they are.
+The operator takes fewer key/value heads than query heads as they are.
 """
 
 import torch
 
 from ._block import AttendedBlock
+from ._square import SquareKernel
 
 # Keys the operator scores at a time (torch 2.13, aten/native/cpu/FlashAttentionKernel.cpp).
 _KEY_BLOCK = 512
 
 
-class CpuFlash:
+class CpuFlash(SquareKernel):
     """Block attention on CPU in fp64, fp32, bf16 and fp16."""
 
-    def forward(
+    def check_head_dim(self, head_dim: int) -> None:
+        """Any head dim is taken."""
+
+    def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None
     ) -> AttendedBlock:
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -22,7 +26,7 @@ class CpuFlash:
         )
         return AttendedBlock(q, k, v, output, logsumexp)
 
-    def backward(
+    def attend_backward(
         self, grad: torch.Tensor, block: AttendedBlock, *, causal: bool, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -30,19 +34,8 @@ class CpuFlash:
         )
         return dq, dk, dv
 
-    def scored_entries(self, num_queries: int, num_keys: int, *, causal: bool) -> int:
-        if not causal:
-            return num_queries * num_keys
-        rows = _query_block(num_queries)
-        total = 0
-        for first in range(0, num_queries, rows):
-            last = min(first + rows, num_queries)
-            total += (last - first) * min(-(-last // _KEY_BLOCK) * _KEY_BLOCK, num_keys)
-        return total
-
-
-def _query_block(num_queries: int) -> int:
-    """Rows the operator takes at a time (same source)."""
-    if num_queries >= 768:
-        return 256
-    return 64 if num_queries >= 192 else 32
+    def tile(self, num_queries: int) -> tuple[int, int]:
+        """Return the operator's own (same source)."""
+        if num_queries >= 768:
+            return 256, _KEY_BLOCK
+        return (64 if num_queries >= 192 else 32), _KEY_BLOCK
