@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cp_core import UnsupportedError
 from cp_core.kernels import AttendedBlock, BlockKernel, Visible, block_kernel
@@ -278,6 +280,30 @@ def test_rows_without_keys_are_zero_minus_infinity_and_without_gradient(run: Run
     dq, dk, dv = run.kernel.backward(torch.ones_like(block.output), block, visible="after_diagonal", scale=None)
     assert dq[:, :, -1].eq(0).all()
     assert all(tensor.isfinite().all() for tensor in (dq, dk, dv))
+
+
+class LargestOutput(TorchDispatchMode):
+    """Remembers how many elements the largest output of any operation has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max([self.num_elements, *(tensor.numel() for tensor in tensors)])
+        return result
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash(), CudaFlash(), CudaEfficient()], ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("num_keys", [64, 40])
+def test_a_fused_kernel_needs_no_mask_after_the_diagonal(kernel: BlockKernel, num_keys: int) -> None:
+    q, k, v = (torch.empty(1, 1, length, 8, device="meta") for length in (64, num_keys, num_keys))
+    with LargestOutput() as largest:
+        block = kernel.forward(q, k, v, visible="after_diagonal", scale=None)
+        kernel.backward(block.output, block, visible="after_diagonal", scale=None)
+    assert largest.num_elements == 64 * 8
 
 
 LENGTH = 6

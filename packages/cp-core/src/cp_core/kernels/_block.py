@@ -64,8 +64,12 @@ class BlockKernel(Protocol):
         """Return how many query-key products the kernel computes per head, masked ones included."""
         ...
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Refuse a head dim before the first forward.
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
+        """Refuse a head dim, before the first forward as well as in it.
+
+        Args:
+            head_dim: D.
+            fqn: Fully qualified name of the module that has it, for the error.
 
         Raises:
             UnsupportedError: If the device's operator does not take it, naming what it takes.

@@ -15,7 +15,7 @@ _KEY_BLOCK = 512
 class CpuFlash(SquareKernel):
     """Block attention on CPU in fp64, fp32, bf16 and fp16."""
 
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
         """Any head dim is taken."""
 
     def attend(

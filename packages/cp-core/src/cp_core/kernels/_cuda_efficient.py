@@ -33,11 +33,11 @@ class CudaEfficient(SquareKernel):
     forward_operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_efficient_attention.default
     backward_operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
         if head_dim % _HEAD_DIM_MULTIPLE:
             raise UnsupportedError(
-                f"memory-efficient attention on CUDA needs a head dim that is a multiple of {_HEAD_DIM_MULTIPLE} in "
-                f"torch.float32, but got {head_dim}; change the model's head dim."
+                f"{fqn}: memory-efficient attention on CUDA needs a head dim that is a multiple of "
+                f"{_HEAD_DIM_MULTIPLE} in torch.float32, but got {head_dim}; change the model's head dim."
             )
 
     def attend(

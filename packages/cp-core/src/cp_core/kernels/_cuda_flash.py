@@ -28,11 +28,11 @@ class CudaFlash(SquareKernel):
     forward_operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention.default
     backward_operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
         if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
             raise UnsupportedError(
-                f"flash attention on CUDA needs a head dim that is a multiple of 8 and at most {_LARGEST_HEAD_DIM}, "
-                f"but got {head_dim}; use torch.float32 for this model."
+                f"{fqn}: flash attention on CUDA needs a head dim that is a multiple of 8 and at most "
+                f"{_LARGEST_HEAD_DIM}, but got {head_dim}; use torch.float32 for this model."
             )
 
     def attend(

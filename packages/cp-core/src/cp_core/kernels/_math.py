@@ -13,7 +13,7 @@ from ._block import AttendedBlock, Visible, accumulation_dtype, check_block
 class MathBlock:
     """Block attention on any device, in fp32 or the inputs' dtype if wider."""
 
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
         """Any head dim is taken."""
 
     def forward(

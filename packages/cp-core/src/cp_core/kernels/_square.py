@@ -48,7 +48,7 @@ class SquareKernel(ABC):
         """Return how many queries by how many keys are scored at once; only whole tiles are left out of a block."""
 
     @abstractmethod
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int, *, fqn: str = "attention") -> None:
         """See `BlockKernel.check_head_dim`."""
 
     def forward(
