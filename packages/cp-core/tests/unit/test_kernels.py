@@ -360,7 +360,9 @@ LAYOUTS = [as_rows_of_a_longer, as_heads_last, as_columns]
 
 
 @each_run
-@pytest.mark.parametrize(("visible", "num_queries", "num_keys"), [BLOCKS[0], BLOCKS[3], BLOCKS[7]], ids=str)
+@pytest.mark.parametrize(
+    ("visible", "num_queries", "num_keys"), [BLOCKS[0], ("all", 32, 5), BLOCKS[3], BLOCKS[7]], ids=str
+)
 @pytest.mark.parametrize("strided", LAYOUTS, ids=lambda function: function.__name__)
 def test_strides_change_nothing(
     run: Run, visible: Visible, num_queries: int, num_keys: int, strided: Callable[[torch.Tensor], torch.Tensor]
