@@ -57,7 +57,9 @@ class AllGatherStrategy(ContextParallelStrategy):
         return cp_size
 
     def validate_shape(self, cp_size: int, shape: AttentionShape) -> None:
-        block_kernel(shape.device, shape.dtype)
+        if not shape.dtype.is_floating_point:
+            raise InvalidInputError(f"{shape.fqn}: attention needs a floating-point dtype, but got {shape.dtype}.")
+        block_kernel(shape.device, shape.dtype).check_head_dim(shape.head_dim, fqn=shape.fqn)
 
     def check_meta(self, attention_meta: AttentionMeta, *, layer: str | None) -> None:
         refuse_fields(attention_meta, _REFUSED_FIELDS, method="AllGatherStrategy", layer=layer)

@@ -42,7 +42,7 @@ def local_attention(
         `[B, N, L, D]`, of the inputs' dtype; 0 for pads.
 
     Raises:
-        UnsupportedError: If there is no kernel for device and dtype.
+        UnsupportedError: If there is no kernel for device and dtype, or it does not take the head dim.
     """
     attention = _Attention(
         kernel=block_kernel(q.device, q.dtype),

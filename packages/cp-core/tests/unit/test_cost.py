@@ -83,7 +83,8 @@ def test_keys_before_the_window_are_not_scored() -> None:
     windowed = dataclasses.replace(SHAPE, window=256)
     found = attention_cost(AllGatherStrategy(), shape=windowed, layout=layout, batch_size=1, cp_size=2)
     assert found.visible_entries == 4 * 512 * 256
-    assert found.scored_entries == 4 * 2 * (256 * 256 + 256 * 255)  # per tile the diagonal and the edge
+    edge = 255 + 254 * 254  # of its 256 rows, the first over 255 keys, the last over none
+    assert found.scored_entries == 4 * 2 * (256 * 256 + edge)
 
 
 def test_gathering_again_costs_a_message_and_saves_the_other_ranks_keys() -> None:

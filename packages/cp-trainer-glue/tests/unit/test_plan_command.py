@@ -133,9 +133,17 @@ def test_a_method_that_cannot_serve_says_why_once(tmp_path: Path, capsys: pytest
     assert "model.layers.0.self_attn: attention_dropout=0.1 is not supported" in refused
 
 
-def test_a_device_without_a_kernel_is_a_fault_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(tmp_path, CONFIG, "--device", "cuda") == 2
-    assert "no attention kernel for device type 'cuda'" in capsys.readouterr().err
+def test_a_plan_for_gpus_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tmp_path, CONFIG, "--device", "cuda") == 0
+    assert "8 ranks on cuda" in capsys.readouterr().out
+
+
+def test_what_a_kernel_does_not_take_is_a_fault_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["model"]["config"]["hidden_size"] = 24
+    assert plan(tmp_path, config, "--device", "cuda") == 2
+    refusal = "model.layers.0.self_attn: memory-efficient attention on CUDA needs a head dim that is a multiple of 4"
+    assert f"{refusal} in torch.float32, but got 6;" in capsys.readouterr().err
 
 
 def test_a_device_that_torch_does_not_know_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
