@@ -1,6 +1,6 @@
 """Every byte that crosses ranks: how it is differentiated, launched, waited for, traced and agreed on.
 
-Modules, lowest first: `_errors`, `_exit`, `_platform`, `_mesh`, `_trace`, `_ledger`, `_message`, `_packing`,
+Modules, lowest first: `_errors`, `_exit`, `_platform`, `_mesh`, `_trace`, `_watch`, `_ledger`, `_message`, `_packing`,
 `_pending`, `_gather`, `_reduce`, `_control`. `cp_collectives.testing` is the harness for tests on several ranks.
 """
 

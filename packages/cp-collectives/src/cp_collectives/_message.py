@@ -11,6 +11,7 @@ from ._exit import finish_threads_at_exit
 from ._ledger import describe, ledger, raise_if_lost
 from ._mesh import mesh_name
 from ._trace import CollectiveRecord, Phase, now, record_launch
+from ._watch import MessageBuffers, watchers
 
 Operation = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 
@@ -38,7 +39,7 @@ class Message:
         self.layer = layer
         self.invocation = ledger.next_invocation(layer)
         self._reported = False
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (output, input)
+        self._buffers: MessageBuffers | None = watchers.buffers(describe(self), output, input)
         self._record = CollectiveRecord(
             op=op,
             group=mesh_name(mesh),
@@ -48,7 +49,8 @@ class Message:
             phase=phase,
             launched_at=now(),
         )
-        self._work: dist.Work | None = _launch(op, output, input, mesh.get_group())
+        self._work: dist.Work | None = _launch(op, *self._buffers.travelling, mesh.get_group())
+        self._buffers.launched()
         ledger.add(self)
         record_launch(self._record)
 
@@ -65,15 +67,18 @@ class Message:
         if self._work is None or self._buffers is None:
             raise LifecycleError(f"{describe(self)} was waited for twice; its result can be taken once.")
         self._work.wait()
-        output = self._buffers[0]
+        buffers = self._buffers
         self._release()
-        return output
+        buffers.waited()
+        return buffers.output
 
     def drain(self) -> None:
         """Wait and drop the result."""
-        if self._work is not None:
-            self._work.wait()
-            self._release()
+        if self._work is None or self._buffers is None:
+            return
+        self._work.wait()
+        self._buffers.dropped()
+        self._release()
 
     def mark_reported(self) -> None:
         """Note that it was reported as never waited for, so that its end is no second report."""

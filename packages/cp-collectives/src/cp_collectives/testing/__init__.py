@@ -1,14 +1,20 @@
-"""Tests on several ranks: worlds that stay alive between tests, and a stand-in for the npu device.
+"""Tests on several ranks: worlds that stay alive between tests, a sanitizer of collectives, a stand-in for an npu.
 
-Modules, lowest first: `_failures`, `_functions`, `_messages`, `_worker`, `_ranks`, `_world`; `_npu_module`,
-`_npu_stand_in`; `pytest_plugin`, the only one that needs pytest.
+`World.run` calls its function under a `PendingBufferSanitizer`: outputs of collectives are poisoned until they are
+waited for, and reads before the wait, writes to buffers in flight and dropped handles are errors. `sanitize=False`
+turns it off for one run.
+
+Modules, lowest first: `_npu_module`, `_npu_stand_in`, `_memory`, `_operators`, `_sanitizer`; `_failures`, `_functions`,
+`_messages`, `_worker`, `_ranks`, `_world`; `pytest_plugin`, the only one that needs pytest.
 """
 
 from cp_collectives.testing._failures import RankFailed, RankFailure, RanksTimedOut
 from cp_collectives.testing._npu_stand_in import install_npu_stand_in, to_cpu, to_npu
+from cp_collectives.testing._sanitizer import PendingBufferSanitizer
 from cp_collectives.testing._world import World
 
 __all__ = [
+    "PendingBufferSanitizer",
     "RankFailed",
     "RankFailure",
     "RanksTimedOut",

@@ -29,6 +29,7 @@ class Call:
 
     function: FunctionReference
     arguments: bytes  # pickled (args, kwargs)
+    sanitize: bool  # under a PendingBufferSanitizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from cp_collectives.testing._failures import RankFailure
 from cp_collectives.testing._functions import FunctionLoader
 from cp_collectives.testing._messages import Call, RankSpec, Reply, Reset, receive, send, unpickle
+from cp_collectives.testing._sanitizer import PendingBufferSanitizer
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -58,7 +59,10 @@ class _Worker:
     def _call(self, call: Call) -> bytes:
         function = self._loader.load(call.function)
         args, kwargs = unpickle(call.arguments)
-        return pickle.dumps(function(*args, **kwargs))
+        where = f"{call.function.qualified_name}()"
+        with PendingBufferSanitizer(where=where) if call.sanitize else contextlib.nullcontext():
+            result = function(*args, **kwargs)
+        return pickle.dumps(result)
 
     def _reset(self, reset: Reset) -> bytes:
         if self._store is None:

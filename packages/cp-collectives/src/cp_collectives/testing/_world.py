@@ -77,13 +77,23 @@ class World:
         """Process ids in rank order; empty while no ranks run."""
         return [] if self._ranks is None else self._ranks.pids
 
-    def run(self, fn: Callable[..., T], /, *args: object, time_limit: float | None = None, **kwargs: object) -> list[T]:
+    def run(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: object,
+        time_limit: float | None = None,
+        sanitize: bool = True,
+        **kwargs: object,
+    ) -> list[T]:
         """Call `fn(*args, **kwargs)` in every rank, with the default process group initialized.
 
         Args:
             fn: A module-level function; it learns its rank from `torch.distributed.get_rank()`.
             *args: Picklable arguments, the same for all ranks; tensors arrive as copies.
             time_limit: Seconds for this call; the world's own limit if None. Starting ranks does not count.
+            sanitize: Whether each rank runs it under a `PendingBufferSanitizer`. It copies every message and looks at
+                every operator; measure times without.
             **kwargs: Picklable keyword arguments.
 
         Returns:
@@ -94,7 +104,7 @@ class World:
             RanksTimedOut: Ranks did not answer in time; shows which, and where they were.
             ValueError: Ranks cannot find `fn` by name.
         """
-        call = Call(function=FunctionReference.of(fn), arguments=pickle.dumps((args, kwargs)))
+        call = Call(function=FunctionReference.of(fn), arguments=pickle.dumps((args, kwargs)), sanitize=sanitize)
         seconds = self.time_limit if time_limit is None else time_limit
         self._make_ready()
         replies = self._ask(call, f"{call.function.qualified_name}()", seconds=seconds)
