@@ -118,6 +118,18 @@ class ContextParallelStrategy(ABC):
         handoff = HandoffMeta(layer=layer, attention_meta=attention_meta)
         state = self.launch(q, k, v, cp_mesh=cp_mesh, handoff_meta=handoff)
         q, k, v = self.wait(state, q, k, v, attention_meta=attention_meta)
+        return self.attend_exchanged(q, k, v, cp_mesh=cp_mesh, attention_meta=attention_meta)
+
+    def attend_exchanged(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cp_mesh: DeviceMesh | None,
+        attention_meta: AttentionMeta,
+    ) -> torch.Tensor:
+        """Compute the attention of tensors that `wait` returned, whose meta was checked, and restore its output."""
         output = local_attention(q, k, v, attention_meta=attention_meta)
         return self.restore_output(output, cp_mesh=cp_mesh, attention_meta=attention_meta)
 

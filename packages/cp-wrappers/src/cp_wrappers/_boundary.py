@@ -17,7 +17,6 @@ from cp_core import (
     LifecycleError,
     SequenceLayout,
     UnsupportedError,
-    local_attention,
 )
 
 _ATTRIBUTE = "_context_parallel"
@@ -153,8 +152,7 @@ class AttentionBoundary:
         self._num_calls += 1
         meta = make_meta(self.layout)
         self._method.check_meta(meta, layer=self.name)
-        output = local_attention(q, k, v, attention_meta=meta)
-        return self._awaited(self._method.restore_output(output, cp_mesh=self.cp_mesh, attention_meta=meta))
+        return self._awaited(self._method.attend_exchanged(q, k, v, cp_mesh=self.cp_mesh, attention_meta=meta))
 
     @property
     def _method(self) -> ContextParallelStrategy:

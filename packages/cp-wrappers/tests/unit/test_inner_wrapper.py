@@ -80,7 +80,7 @@ def test_a_name_whose_package_is_missing_names_the_package() -> None:
     [
         (
             {"_target_": "sdpa_hf", "ulysses_degree": 2},
-            "takes head_dim, num_kv_heads, num_q_heads; unknown: ulysses_degree",
+            "takes head_dim, num_kv_heads, num_q_heads; unknown: uly",
         ),
         ({"_target_": "sdpa_hf", "cp_mesh": 2}, "cp_mesh is filled in at apply"),
         ({"target": "sdpa_hf"}, "needs _target_"),
