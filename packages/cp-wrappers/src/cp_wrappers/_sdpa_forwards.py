@@ -112,8 +112,8 @@ class QkvForward(SdpaForward):
             exchanged = self._boundary.exchange(*local)
 
             def take(call: SdpaCall) -> torch.Tensor:
-                self._require_servable(call, grad_enabled=grad_enabled)
                 self._require_lengths(call, exchanged)
+                self._require_servable(call, grad_enabled=grad_enabled)
                 if not (call.is_causal or self._is_bidirectional):
                     self._require_bidirectional(given, local)
                 return self._boundary.attend_exchanged(*call[:3], make_meta=call.meta)
@@ -146,8 +146,8 @@ class QkvForward(SdpaForward):
         return changed
 
     def _require_lengths(self, call: SdpaCall, exchanged: Sequence[torch.Tensor]) -> None:
-        found, expected = call.query.shape[2], exchanged[0].shape[2]
-        found_keys, expected_keys = call.key.shape[2], exchanged[1].shape[2]
+        found, expected = call.query.shape[-2], exchanged[0].shape[2]
+        found_keys, expected_keys = call.key.shape[-2], exchanged[1].shape[2]
         if (found, found_keys) != (expected, expected_keys):
             raise InvalidInputError(
                 f"{self._boundary.name}: its forward was handed queries of {expected} tokens and keys of "

@@ -25,8 +25,7 @@ import cp_core._strategy
 from cp_collectives import CollectiveTrace, check_no_pending
 from cp_collectives.testing import RankFailed
 from cp_core import shard_batch_for_cp, unshard_sequence
-from cp_wrappers import apply_context_parallel
-from cp_wrappers.wrappers import sdpa_hf_cp_wrapper
+from cp_wrappers import MethodDeclaration, apply_context_parallel
 
 WIDTH, NUM_HEADS, HEAD_DIM, NUM_TOKENS, NUM_LAYERS = 32, 4, 8, 64, 2
 
@@ -75,23 +74,25 @@ FAULTS = ("one layer left unwrapped", "causal aligned top-left", "causality drop
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-class Core(torch.nn.Module):
-    """Attends over queries, keys and values in the layout of its kind; returns [B, S, N * D]."""
+def attended(kind: Kind, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attend over tensors in the layout of a kind; returns [B, S, N * D]."""
+    if kind.layout == "BSND":
+        queries, keys, values = (t.transpose(1, 2) for t in (queries, keys, values))
+    if kind.grouping == "repeat":
+        keys, values = (t.repeat_interleave(NUM_HEADS // kind.num_kv_heads, dim=1) for t in (keys, values))
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, None, 0.0, kind.causal, scale=kind.scale, enable_gqa=kind.grouping == "enable_gqa"
+    )
+    return output.transpose(1, 2).flatten(2)
 
+
+class Core(torch.nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        kind = self.kind
-        if kind.layout == "BSND":
-            queries, keys, values = (t.transpose(1, 2) for t in (queries, keys, values))
-        if kind.grouping == "repeat":
-            keys, values = (t.repeat_interleave(NUM_HEADS // kind.num_kv_heads, dim=1) for t in (keys, values))
-        output = F.scaled_dot_product_attention(
-            queries, keys, values, None, 0.0, kind.causal, scale=kind.scale, enable_gqa=kind.grouping == "enable_gqa"
-        )
-        return output.transpose(1, 2).flatten(2)
+        return attended(self.kind, queries, keys, values)
 
 
 class CausalSelfAttention(torch.nn.Module):
@@ -102,14 +103,14 @@ class CausalSelfAttention(torch.nn.Module):
         self.k = torch.nn.Linear(WIDTH, kind.num_kv_heads * HEAD_DIM, bias=False)
         self.v = torch.nn.Linear(WIDTH, kind.num_kv_heads * HEAD_DIM, bias=False)
         self.out = torch.nn.Linear(NUM_HEADS * HEAD_DIM, WIDTH, bias=False)
-        self.core = Core(kind)
+        self.core = Core(kind) if kind.wrapper == "sdpa_qkv" else None
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         q, k, v = (layer(x).unflatten(2, (-1, HEAD_DIM)) for layer in (self.q, self.k, self.v))
         q, k = rotated(q, rotary), rotated(k, rotary)
         if self.kind.layout == "BNSD":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return self.out(self.core(q, k, values=v))
+        return self.out(attended(self.kind, q, k, v) if self.core is None else self.core(q, k, values=v))
 
 
 class Block(torch.nn.Module):
@@ -337,17 +338,15 @@ def lower_precision(kind: Kind) -> dict[str, bool]:
     exact = plain_logits(copy.deepcopy(model).double())
     applied = apply_context_parallel(model, mesh, kind.declarations)
     dtypes = []
-    with torch.autocast("cpu", torch.bfloat16), CollectiveTrace() as trace:
-        plain, (local, layout) = plain_logits(oracle), local_logits(model, applied, mesh)
-        attended = model.layers[0].attn.core.register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
-        local_logits(model, applied, mesh)
-        attended.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = plain_logits(oracle)
+        model.layers[0].attn.out.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+        local, layout = local_logits(model, applied, mesh)
     logits = unshard_sequence(local.detach(), 1, mesh, layout)
     errors = [float((found - exact).norm() / exact.norm()) for found in (logits, plain)]
     return {
         "attends in 16 bits": dtypes == [torch.bfloat16],
         "as exact as one device": errors[0] <= 1.2 * errors[1],
-        "travels": len(trace.records) > 0,
     }
 
 
@@ -389,9 +388,7 @@ def side_by_side(kind: Kind) -> dict[str, bool]:
     first, second = (apply_context_parallel(model, mesh, kind.declarations) for model in models[:2])
     pairs = list(zip(models[:2], (first, second), strict=True))
     found = {
-        "both right": all(
-            close(logits_of(m, a, mesh), e) for (m, a), e in zip(pairs, expected[:2], strict=True)
-        ),
+        "both right": all(close(logits_of(m, a, mesh), e) for (m, a), e in zip(pairs, expected[:2], strict=True)),
         "the third is plain": torch.equal(plain_logits(models[2]), expected[2]),
     }
     copied = copy.deepcopy(models[0])
@@ -515,7 +512,7 @@ def toy_output(attn: torch.nn.Module, declared: Any = "sdpa_hf", **keywords: Any
     x = torch.randn(2, 8, 4, 8, dtype=torch.float64)
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for _ in range(3)), is_causal=True).transpose(1, 2)
     model = Toy(attn)
-    apply_context_parallel(model, mesh, {"attn": declared})
+    apply_context_parallel(model, mesh, [MethodDeclaration(match="attn", inner_target="self", inner_wrapper=declared)])
     layout = shard_batch_for_cp({"input_ids": tokens(8)}, mesh)["cp_layout"]
     output = model(x[:, layout.global_index], cp_layout=layout, **keywords)
     return close(unshard_sequence(output, 1, mesh, layout), expected)
@@ -636,10 +633,148 @@ def toy_fault(attn: torch.nn.Module, declared: Any = "sdpa_hf", tokens_per_rank:
         (Undeclared, r"attn: 4 query heads cannot share 2 key/value heads with enable_gqa=False"),
         (OtherDtypes, r"needs query, key and value of one dtype, but got .* torch\.float32"),
         (NarrowValues, r"key and value have one shape, .* \(2, 4, 4, 4\)"),
-        (CheckpointingInside, r"attn: scaled_dot_product_attention was called without gradients .*checkpoint the whole"),
+        (
+            CheckpointingInside,
+            r"attn: scaled_dot_product_attention was called without gradients .*checkpoint",
+        ),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_a_wrong_forward_is_refused_by_name(worlds: Any, kind: type[torch.nn.Module], sentence: str) -> None:
     with pytest.raises(RankFailed, match=sentence):
         worlds(2).run(toy_fault, kind())
+
+
+class ModestCheckpointing(SelfAttending):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().attend, q, k, v, use_reentrant=False)
+
+
+def test_a_part_that_is_recomputed_outside_the_forward_is_an_error_and_no_other_number(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match="CheckpointError"):
+        worlds(2).run(toy_fault, ModestCheckpointing())
+
+
+class Bidirectional(SelfAttending):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_one_token_a_rank_without_causality_is_refused(worlds: Any) -> None:
+    worlds(2).run(toy_fault, Bidirectional(), tokens_per_rank=2)
+    with pytest.raises(RankFailed, match=r"attn: .* is_causal=False for the one token of this rank"):
+        worlds(2).run(toy_fault, Bidirectional(), tokens_per_rank=1)
+
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 4, "head_dim": 8}
+
+
+def test_declared_heads_are_those_of_the_call(worlds: Any) -> None:
+    worlds(2).run(toy_fault, SelfAttending(), {"_target_": "sdpa_hf", **HEADS})
+    sentence = (
+        r"attn: declared are num_q_heads=4, num_kv_heads=2, head_dim=8, but its forward has num_q_heads=4, "
+        r"num_kv_heads=4, head_dim=8"
+    )
+    with pytest.raises(RankFailed, match=sentence):
+        worlds(2).run(toy_fault, SelfAttending(), {"_target_": "sdpa_hf", **HEADS, "num_kv_heads": 2})
+
+
+# --- modules that are handed queries, keys and values -------------------------------------------------------------
+
+
+class QkvAttention(torch.nn.Module):
+    """Attends over [B, N, S, D]."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class CausalWhereSquare(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q.mul_(1.0)  # a second run of this line must not touch the first one's tensors
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
+
+
+class InPlace(QkvAttention):
+    """Not causal, draws random numbers, and changes what it is given."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q.mul_(2.0)
+        return F.scaled_dot_product_attention(F.dropout(q, 0.5), k, v)
+
+
+class Cutting(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length = q.shape[2]
+        return F.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], is_causal=True)
+
+
+class QkvNoCall(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().forward(q, k, v) if q.shape[0] == 17 else q
+
+
+class QkvTwoCalls(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().forward(q, k, v) - super().forward(q, k, v)
+
+
+class QkvMasking(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype))
+
+
+class QkvDropping(QkvAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, is_causal=True)
+
+
+def qkv_outputs(
+    core: torch.nn.Module, layout_name: str = "BNSD", shape: tuple[int, ...] = (2, 4, 8, 8), *, times: int = 1
+) -> list[torch.Tensor]:
+    """Return what a core makes of the same tokens and random numbers, each time with the next random number."""
+    mesh, model = cp_mesh(), torch.nn.ModuleDict({"core": core})
+    applied = apply_context_parallel(model, mesh, {"core": {"_target_": "sdpa_qkv", "layout": layout_name}})
+    layout = shard_batch_for_cp({"input_ids": tokens(8)}, mesh)["cp_layout"]
+    applied.set_layout(layout)
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, *shape, dtype=torch.float64)[..., layout.global_index, :].requires_grad_()
+    found = []
+    for _ in range(times):
+        torch.manual_seed(2)
+        found.append(torch.cat([core(q * 1, k * 1, v * 1).detach().flatten(), torch.rand(1, dtype=torch.float64)]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout_name", "sentence"),
+    [
+        (CausalWhereSquare, "BNSD", r"core: its forward asks for is_causal=True where there are as many keys as quer"),
+        (Cutting, "BNSD", r"core: its forward was handed queries of 4 tokens and keys of 8, but called .* 4 and 4;"),
+        (QkvNoCall, "BNSD", r"core: one forward must reach .* but it did 0 times\. What is seen are calls of torch"),
+        (QkvTwoCalls, "BNSD", r"core: one forward must reach .* but it did 2 times"),
+        (QkvMasking, "BNSD", r"core: scaled_dot_product_attention was given an attn_mask \(4, 8\)"),
+        (QkvDropping, "BNSD", r"core: AllGatherStrategy does not support dropout_p \(attention dropout\)"),
+        (QkvAttention, "BSND", r"core: its forward was handed queries of 4 tokens and keys of 8, .* with 4 and 4;"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_wrong_core_is_refused_by_name(
+    worlds: Any, kind: type[torch.nn.Module], layout_name: str, sentence: str
+) -> None:
+    with pytest.raises(RankFailed, match=sentence):
+        worlds(2).run(qkv_outputs, kind(), layout_name)
+
+
+def test_a_wrong_layout_is_refused_before_anything_is_sent(worlds: Any) -> None:
+    sentence = (
+        r"core: q, k, v of its forward must be BSND tensors of four dimensions with S = 4 tokens of this rank, but are "
+        r"\(2, 2, 4, 8\), \(2, 2, 4, 8\), \(2, 2, 4, 8\); declare layout"
+    )
+    with pytest.raises(RankFailed, match=sentence):
+        worlds(2).run(qkv_outputs, QkvAttention(), "BSND", (2, 2, 8, 8))
+
+
+def test_a_core_that_is_not_causal_is_looked_at_once_and_without_a_trace(worlds: Any) -> None:
+    for first, second in worlds(2).run(qkv_outputs, InPlace(), times=2):
+        assert torch.equal(first, second)
