@@ -131,6 +131,26 @@ class ContextParallelStrategy(ABC):
         state = self.launch(q, k, v, cp_mesh=cp_mesh, handoff_meta=handoff)
         recall = self.recall(k, v, cp_mesh=cp_mesh, layer=layer)
         q, k, v = self.wait(state, q, k, v, attention_meta=attention_meta)
+        return self.attend_exchanged(q, k, v, cp_mesh=cp_mesh, attention_meta=attention_meta, recall=recall)
+
+    def attend_exchanged(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cp_mesh: DeviceMesh | None,
+        attention_meta: AttentionMeta,
+        recall: KeyValueRecall | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of tensors that `wait` returned, whose meta was checked, and restore its output.
+
+        Args:
+            q, k, v: What `wait` returned.
+            cp_mesh, attention_meta: As in `attention`.
+            recall: What `recall` gave for the launched tensors; None where k and v were changed since, as by a module
+                that expands them.
+        """
         output = local_attention(q, k, v, attention_meta=attention_meta, recall=recall)
         return self.restore_output(output, cp_mesh=cp_mesh, attention_meta=attention_meta)
 

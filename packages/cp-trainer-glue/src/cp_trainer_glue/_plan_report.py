@@ -8,12 +8,14 @@ import torch
 
 from cp_core import AttentionShape, ContextParallelError, ContextParallelStrategy, SequenceLayout, sequence_multiple
 from cp_core.cost import AttentionCost, attention_cost
-from cp_wrappers import attention_shape, find_attention_boundaries, judge_methods
+from cp_wrappers import find_attention_boundaries, judge_methods
 
 from ._combinations import MAX_WORLD_SIZE
 from ._config import AcceleratorConfig, DataConfig, TrainingConfig
 from ._inspection import Correction, Inspection
 from ._topology import axis_groups, axis_sizes
+
+_UNKNOWN_HEADS = "whose heads are not known before the first forward; declare them as data of the wrapper"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,14 +262,20 @@ def _declared_row(
     num_attentions: int,
     costs: _Costs,
 ) -> MethodRow:
-    known = [(strategy, shape) for strategy, shape in declared.values() if strategy is not None and shape is not None]
-    others = len(declared) - len(known)
+    by_strategy = [(strategy, shape) for strategy, shape in declared.values() if strategy is not None]
+    known = [(strategy, shape) for strategy, shape in by_strategy if shape is not None]
+    others, unknown = len(declared) - len(by_strategy), len(by_strategy) - len(known)
+    notes = []
+    if others:
+        notes.append(f"without {others} attentions whose method communicates by itself")
+    if unknown:
+        notes.append(f"without {unknown} attentions {_UNKNOWN_HEADS}")
     return MethodRow(
         name="as declared",
         serves=len(declared),
         attentions=num_attentions,
         ranks=costs.of(known) if known else (),
-        note=f"without {others} attentions whose method communicates by itself" if others else "",
+        note="; ".join(notes),
     )
 
 
@@ -280,11 +288,9 @@ def _method_rows(model: torch.nn.Module, cp_size: int, device: torch.device, cos
         for fqn, verdict in by_attention.items():
             if verdict.reason is not None:
                 refusals.setdefault(verdict.reason.replace(fqn, "\0"), verdict.reason)
-        served = [
-            (verdict.strategy, attention_shape(attentions[fqn], fqn, device=device))
-            for fqn, verdict in by_attention.items()
-            if verdict.strategy is not None
-        ]
+        by_strategy = [(v.strategy, v.shape) for v in by_attention.values() if v.strategy is not None]
+        served = [(strategy, shape) for strategy, shape in by_strategy if shape is not None]
+        unknown = len(by_strategy) - len(served)
         legal = all(verdict.reason is None for verdict in by_attention.values())
         yield MethodRow(
             name=name,
@@ -292,5 +298,11 @@ def _method_rows(model: torch.nn.Module, cp_size: int, device: torch.device, cos
             attentions=len(attentions),
             refusals=tuple(refusals.values()),
             ranks=costs.of(served) if legal and len(served) == len(attentions) else (),
-            note="communicates by itself" if legal and not served else "",
+            note=_note_of_method(legal=legal, by_strategy=len(by_strategy), unknown=unknown),
         )
+
+
+def _note_of_method(*, legal: bool, by_strategy: int, unknown: int) -> str:
+    if legal and not by_strategy:
+        return "communicates by itself"
+    return f"no costs: {unknown} attentions {_UNKNOWN_HEADS}" if legal and unknown else ""

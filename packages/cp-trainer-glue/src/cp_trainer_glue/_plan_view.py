@@ -35,7 +35,7 @@ def _parts(report: PlanReport) -> Iterator[tuple[str, RenderableType]]:
             _attentions(report.attentions, without="[red]none" if needed else "none needed at cp_size 1"),
         )
     rows = [row for row in (report.declared, *report.methods) if row is not None]
-    if any(row.ranks for row in rows):
+    if any(row.ranks or row.note for row in rows):
         yield "each rank, all attentions of one micro-batch", _costs(rows)
     refused = [row for row in report.methods if row.refusals]
     if refused:

@@ -436,7 +436,7 @@ CASES: dict[str, Case] = {
         "names a wrapper that no installed package has; of these paths there are hyper_parallel.distributed",
     ),
     "no _target_": wrong_wrapper({"target": "sdpa_hf"}, "a mapping under inner_wrapper needs _target_"),
-    "unknown data": wrong_wrapper({"_target_": "sdpa_hf", "degree": 2}, "takes backward_kv; unknown: degree"),
+    "unknown data": wrong_wrapper({"_target_": "sdpa_hf", "degree": 2}, "num_q_heads; unknown: degree"),
     "misspelt data": wrong_wrapper(
         {"_target_": "users_own.good", "chunk": 2},
         "takes chunks; unknown: chunk; missing: none. Did you mean 'chunks'?",

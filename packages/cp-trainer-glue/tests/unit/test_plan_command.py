@@ -1,6 +1,7 @@
 """`cp-train plan`: what a config would run, to read and as JSON, at any number of ranks."""
 
 import copy
+import io
 import json
 import os
 import subprocess
@@ -10,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from rich.console import Console
 
+from cp_trainer_glue._inspection import inspect_config
+from cp_trainer_glue._plan_report import plan_report
+from cp_trainer_glue._plan_view import show_plan
+from cp_trainer_glue._planner import PlanCheck
 from cp_trainer_glue.cli import main
+from cp_wrappers import MethodDeclaration, plan_boundaries
 
 CONFIG: dict[str, Any] = {
     "output_dir": "runs/x",
@@ -98,6 +106,40 @@ def test_the_json_holds_every_group_and_every_rank(tmp_path: Path, capsys: pytes
         # 3 layers, 2 * B * Nkv * D * L * (C - 1) * itemsize
         assert cost["forward_bytes"] == cost["backward_bytes"] == 3 * 2 * 2 * 2 * 16 * 8 * 3 * 4
         assert cost["visible_entries"] == 3 * 2 * 4 * sum(range(8 * rank + 1, min(8 * rank + 8, 30) + 1))
+
+
+class HandWritten(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
+
+def test_heads_that_nobody_declared_are_said_and_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    inspection = inspect_config(path)
+    model: Any = torch.nn.Sequential(HandWritten(), HandWritten())
+    declarations = [
+        MethodDeclaration(match="0", inner_wrapper="sdpa_hf"),
+        MethodDeclaration(match="1", inner_wrapper={"_target_": "sdpa_hf", **HEADS}),
+    ]
+    plans = plan_boundaries(model, declarations, cp_size=4)
+    inspection.model, inspection.check = model, PlanCheck(boundaries=tuple(plans), faults=())
+    report = plan_report(inspection, torch.device("cpu"))
+    unknown = "attentions whose heads are not known before the first forward; declare them as data of the wrapper"
+    assert report.declared is not None and report.declared.note == f"without 1 {unknown}"
+    assert report.declared.ranks[0].forward_messages == 1
+    gathered = next(row for row in report.methods if row.name == "sdpa_hf")
+    assert (gathered.serves, gathered.ranks, gathered.note) == (2, (), f"no costs: 2 {unknown}")
+    shown = io.StringIO()
+    show_plan(report, Console(width=300, file=shown))
+    assert f"no costs: 2 {unknown}" in shown.getvalue()
 
 
 def test_the_json_goes_into_a_file_beside_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

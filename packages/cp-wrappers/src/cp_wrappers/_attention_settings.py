@@ -17,9 +17,9 @@ _REFUSED_ROTARY = frozenset({"dynamic", "longrope"})
 _LAYER_TYPES = (None, "full_attention", "sliding_attention")
 
 
-def is_transformers_attention(module: torch.nn.Module) -> bool:
-    """Whether a module dispatches its attention by its config's implementation name."""
-    return hasattr(getattr(module, "config", None), "_attn_implementation") and hasattr(module, "is_causal")
+def asks_config_for_attention(module: torch.nn.Module) -> bool:
+    """Whether a module has what attentions of transformers have: a config with an implementation, and causality."""
+    return hasattr(module, "is_causal") and hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
 def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
@@ -28,11 +28,6 @@ def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
     Raises:
         UnsupportedError: Naming the module and each setting.
     """
-    if not is_transformers_attention(module):
-        raise UnsupportedError(
-            f"{fqn} ({type(module).__name__}) is not an attention of transformers, which is what the _hf wrappers of "
-            "this version take."
-        )
     if not _dispatches_by_name(module):
         raise UnsupportedError(
             f"{fqn} ({type(module).__name__}) computes its attention by itself, not by its config's attention "

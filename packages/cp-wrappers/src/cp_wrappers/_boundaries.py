@@ -9,7 +9,8 @@ import torch
 
 from cp_core import AttentionShape, InvalidInputError, UnsupportedError
 
-from ._attention_settings import window_of
+from ._attention_settings import asks_config_for_attention, window_of
+from ._forward_code import calls_sdpa
 from ._model_spec import ModelSpec, model_spec
 from ._names import ModuleNames, are_related, is_inside
 
@@ -34,8 +35,9 @@ def find_attention_boundaries(model: torch.nn.Module) -> dict[str, torch.nn.Modu
 
     Names are the user's: what torch.compile, activation checkpointing, FSDP, DDP or PEFT put around a module is left
     out. Attentions are the innermost modules that carry a mark of one: a transformers config beside `is_causal`,
-    `torch.nn.MultiheadAttention`, a class named `...Attention`, or a forward that names an attention function. A
-    registered model spec says which module stands for an attention of its family, marked or not.
+    `torch.nn.MultiheadAttention`, a class named `...Attention`, or a forward that names an attention function or calls
+    torch's through methods and functions of its own. A registered model spec says which module stands for an attention
+    of its family, marked or not.
 
     Raises:
         InvalidInputError: If a spec's targets match no module.
@@ -131,17 +133,15 @@ def attention_shape(module: torch.nn.Module, fqn: str, *, device: torch.device |
 
 
 def _looks_like_attention(module: torch.nn.Module) -> bool:
-    from_transformers = hasattr(module, "is_causal") and hasattr(
-        getattr(module, "config", None), "_attn_implementation"
-    )
-    named = type(module).__name__.endswith("Attention")
-    return from_transformers or named or isinstance(module, torch.nn.MultiheadAttention) or _calls_attention(module)
+    named = type(module).__name__.endswith("Attention") or isinstance(module, torch.nn.MultiheadAttention)
+    return named or asks_config_for_attention(module) or _calls_attention(module)
 
 
 def _calls_attention(module: torch.nn.Module) -> bool:
-    """Whether the module's own forward names an attention function of torch or of a kernel library."""
+    """Whether the module's own forward names an attention function, or calls torch's through functions of its own."""
     forward = getattr(type(module).__dict__.get("forward"), "__code__", None)
-    return forward is not None and not _ATTENTION_FUNCTIONS.isdisjoint(forward.co_names)
+    named = forward is not None and not _ATTENTION_FUNCTIONS.isdisjoint(forward.co_names)
+    return named or calls_sdpa(module)
 
 
 def _contains_another(module: torch.nn.Module, marked: dict[str, torch.nn.Module]) -> bool:

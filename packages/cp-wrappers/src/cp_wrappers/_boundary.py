@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_core import (
     AttentionMeta,
     ContextParallelStrategy,
+    HandoffMeta,
     InvalidInputError,
     LifecycleError,
     SequenceLayout,
@@ -30,6 +31,8 @@ class AttentionBoundary:
         # Whether attention calls of this module go through the strategy; else its wrapper communicates by itself and
         # the call goes on to the implementation that the model had before.
         self.intercepted = False
+        # The call by which attention of this module is recognized, for messages.
+        self.seam = "the attention implementation that its config names"
         self.earlier_implementation: str | None = None
         self._default_layout: SequenceLayout | None = None
         self._layout: SequenceLayout | None = None
@@ -39,6 +42,7 @@ class AttentionBoundary:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(name=self.name, strategy=self.strategy, cp_mesh=self.cp_mesh)
         copied.intercepted, copied.earlier_implementation = self.intercepted, self.earlier_implementation
+        copied.seam = self.seam
         copied._default_layout = self._default_layout
         return copied
 
@@ -85,8 +89,23 @@ class AttentionBoundary:
         if self._num_calls != 1:
             raise LifecycleError(
                 f"{self.name}: one forward must reach the context-parallel attention once, but it did "
-                f"{self._num_calls} times; this module needs a wrapper of its own."
+                f"{self._num_calls} times. What is seen are calls of {self.seam}, and no other attention; this module "
+                "needs a wrapper of its own."
             )
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """The layout of the forward that runs.
+
+        Raises:
+            InvalidInputError: If it was given none.
+        """
+        if self._layout is None:
+            raise InvalidInputError(
+                f"{self.name} got no sequence layout: call the model with the batch of shard_batch_for_cp (its "
+                f"{LAYOUT_KEYWORD} travels as a keyword argument), or give it to set_layout."
+            )
+        return self._layout
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, make_meta: Callable[[SequenceLayout], AttentionMeta]
@@ -99,18 +118,50 @@ class AttentionBoundary:
             make_meta: Describes the attention, given the layout of this forward.
         """
         self._num_calls += 1
-        if self._layout is None:
-            raise InvalidInputError(
-                f"{self.name} got no sequence layout: call the model with the batch of shard_batch_for_cp (its "
-                f"{LAYOUT_KEYWORD} travels as a keyword argument), or give it to set_layout."
-            )
+        meta = make_meta(self.layout)
+        output = self._method.attention(q, k, v, cp_mesh=self.cp_mesh, attention_meta=meta, layer=self.name)
+        return self._awaited(output)
+
+    def exchange(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Bring the tensors to where `attend_exchanged` takes them, ahead of the attention call.
+
+        Args:
+            q: `[B, N, L, D]` local queries.
+            k, v: `[B, Nkv, L, D]` local keys and values.
+        """
+        meta = AttentionMeta(layout=self.layout)  # what is asked of the scores shows at the call
+        handoff = HandoffMeta(layer=self.name, attention_meta=meta)
+        state = self._method.launch(q, k, v, cp_mesh=self.cp_mesh, handoff_meta=handoff)
+        return self._method.wait(state, q, k, v, attention_meta=meta)
+
+    def attend_exchanged(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, make_meta: Callable[[SequenceLayout], AttentionMeta]
+    ) -> torch.Tensor:
+        """Compute the attention of this module from tensors that come from `exchange`.
+
+        The output is restored here, at the attention call, which is right for a method that leaves queries where they
+        are. One that changes their length has to restore the module's own output, in that output's layout.
+
+        Args:
+            q, k, v: As exchanged; keys and values may have been expanded to N heads since.
+            make_meta: Describes the attention, given the layout of this forward.
+        """
+        self._num_calls += 1
+        meta = make_meta(self.layout)
+        self._method.check_meta(meta, layer=self.name)
+        return self._awaited(self._method.attend_exchanged(q, k, v, cp_mesh=self.cp_mesh, attention_meta=meta))
+
+    @property
+    def _method(self) -> ContextParallelStrategy:
         if self.strategy is None:
             raise AssertionError(f"{self.name} has no strategy, but its attention was intercepted.")
-        output = self.strategy.attention(
-            q, k, v, cp_mesh=self.cp_mesh, attention_meta=make_meta(self._layout), layer=self.name
-        )
+        return self.strategy
+
+    def _awaited(self, output: torch.Tensor) -> torch.Tensor:
         if output.grad_fn is not None:
-            self._awaiting_backward.add(_Awaiting.on(output, self._layout))
+            self._awaiting_backward.add(_Awaiting.on(output, self.layout))
         return output
 
 
@@ -123,10 +174,17 @@ class BoundaryForward:
     def __init__(self, module: torch.nn.Module, boundary: AttentionBoundary) -> None:
         boundary.intercepted = True
         self._original, self._boundary = module.forward, boundary
+        self._takes_layout = _takes_keyword(self._original, LAYOUT_KEYWORD)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._boundary.forward_call(kwargs):
-            return self._original(*args, **kwargs)
+            return self._original(*args, **self._own_keywords(kwargs))
+
+    def _own_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments without the layout, where the module's forward does not take it."""
+        if self._takes_layout:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name != LAYOUT_KEYWORD}
 
 
 class ForeignForward:

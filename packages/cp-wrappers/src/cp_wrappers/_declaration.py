@@ -63,7 +63,7 @@ class BoundaryPlan:
     wrapper: ResolvedWrapper
     # None for a method with communication of its own.
     strategy: ContextParallelStrategy | None
-    # The heads that a strategy works on; None where there is no strategy.
+    # The heads that a strategy works on; None where there is no strategy, or they show at the first forward only.
     shape: AttentionShape | None
     # The attentions that the boundary stands for: the module itself, one that it holds, or one that holds it.
     attentions: tuple[torch.nn.Module, ...]

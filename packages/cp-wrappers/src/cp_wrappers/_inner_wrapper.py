@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-import torch
-
-from cp_core import ContextParallelStrategy, InvalidInputError
+from cp_core import AttentionShape, ContextParallelStrategy, InvalidInputError
 
 CONTEXT_PARAMETERS = ("target_module", "mesh", "tp_mesh", "cp_mesh", "ep_mesh")
 
@@ -15,7 +13,8 @@ _CONTRACT_ATTRIBUTE = "__inner_wrapper__"
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 StrategyFactory = Callable[..., ContextParallelStrategy]
-ModuleCheck = Callable[[torch.nn.Module, str], None]
+ModuleCheck = Callable[..., None]
+ShapeReader = Callable[..., AttentionShape | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,18 +25,25 @@ class WrapperContract:
     data_parameters: Mapping[str, inspect.Parameter]
     # Makes the strategy from the wrapper's data; None for a wrapper that brings its own communication.
     strategy: StrategyFactory | None
-    # Refuses a module that the wrapper cannot serve, given the module and its name.
-    check: ModuleCheck | None
+    # Refuses a module that the wrapper cannot serve, given the module, its name and the wrapper's data.
+    check: ModuleCheck | None = None
+    # Reads the heads of a module, given the same and `device`; None reads the module's transformers config.
+    shape: ShapeReader | None = None
 
 
 @overload
 def inner_wrapper(function: Wrapper, /) -> Wrapper: ...
 @overload
 def inner_wrapper(
-    *, strategy: StrategyFactory | None = None, check: ModuleCheck | None = None
+    *, strategy: StrategyFactory | None = None, check: ModuleCheck | None = None, shape: ShapeReader | None = None
 ) -> Callable[[Wrapper], Wrapper]: ...
 def inner_wrapper(
-    function: Wrapper | None = None, /, *, strategy: StrategyFactory | None = None, check: ModuleCheck | None = None
+    function: Wrapper | None = None,
+    /,
+    *,
+    strategy: StrategyFactory | None = None,
+    check: ModuleCheck | None = None,
+    shape: ShapeReader | None = None,
 ) -> Wrapper | Callable[[Wrapper], Wrapper]:
     """Mark a function as an attention wrapper and check its signature at import.
 
@@ -49,8 +55,11 @@ def inner_wrapper(
         function: The wrapper, when used without parentheses.
         strategy: Makes the wrapper's strategy from its data arguments, so that padding, checks and costs are known
             before the first forward. Leave it out for a wrapper with communication of its own.
-        check: Called with a module and its name before anything is wrapped; raises a `ContextParallelError` if the
-            wrapper cannot serve the module.
+        check: Called with a module, its name, and the wrapper's data by name before anything is wrapped; raises a
+            `ContextParallelError` if the wrapper cannot serve the module.
+        shape: Called with the same and `device` (None is where the parameters are); returns the heads that the strategy
+            works on, None where they show at the first forward only. Left out, they are read from the config of a
+            transformers model.
 
     Raises:
         InvalidInputError: If a context parameter is missing or has a default, or parameters are collected with `*` or
@@ -64,7 +73,9 @@ def inner_wrapper(
     """
 
     def mark(wrapper: Wrapper) -> Wrapper:
-        contract = WrapperContract(data_parameters=data_parameters(wrapper), strategy=strategy, check=check)
+        contract = WrapperContract(
+            data_parameters=data_parameters(wrapper), strategy=strategy, check=check, shape=shape
+        )
         setattr(wrapper, _CONTRACT_ATTRIBUTE, contract)
         return wrapper
 

@@ -16,8 +16,9 @@ from ._targets import FOREIGN_FAILURES, failure_in
 class CheckedMethod:
     """A method that can serve one attention."""
 
-    # Both None for a method with communication of its own.
+    # None for a method with communication of its own.
     strategy: ContextParallelStrategy | None
+    # None there, and where heads show at the first forward only.
     shape: AttentionShape | None
 
 
@@ -28,6 +29,8 @@ class MethodVerdict:
     wrapper: str
     # None if it could not, or brings its own communication.
     strategy: ContextParallelStrategy | None = None
+    # The heads that the strategy would work on; None without one, and where they show at the first forward only.
+    shape: AttentionShape | None = None
     # Why it could not; None if it could.
     reason: str | None = None
 
@@ -60,7 +63,7 @@ def _checked(
 ) -> CheckedMethod:
     strategy = wrapper.strategy()
     if wrapper.contract.check is not None:
-        wrapper.contract.check(module, fqn)
+        wrapper.contract.check(module, fqn, **wrapper.arguments)
     if wrapper.contract.strategy is None:
         return CheckedMethod(strategy=None, shape=None)
     if not isinstance(strategy, ContextParallelStrategy):
@@ -68,8 +71,12 @@ def _checked(
             f"the strategy of {wrapper.name!r} must make a ContextParallelStrategy, but made a "
             f"{type(strategy).__name__}."
         )
-    shape = attention_shape(module, fqn, device=device)
-    strategy.validate_shape(cp_size, shape)
+    if wrapper.contract.shape is None:
+        shape: AttentionShape | None = attention_shape(module, fqn, device=device)
+    else:
+        shape = wrapper.contract.shape(module, fqn, device=device, **wrapper.arguments)
+    if shape is not None:
+        strategy.validate_shape(cp_size, shape)
     return CheckedMethod(strategy=strategy, shape=shape)
 
 
@@ -113,4 +120,4 @@ def _judge(
         checked = check_method(wrapper, module, fqn, cp_size=cp_size, device=device)
     except ContextParallelError as error:
         return MethodVerdict(wrapper=name, reason=str(error))
-    return MethodVerdict(wrapper=name, strategy=checked.strategy)
+    return MethodVerdict(wrapper=name, strategy=checked.strategy, shape=checked.shape)

@@ -129,7 +129,7 @@ def resolve_local_compute_fn(declaration: WrapperDeclaration) -> ResolvedWrapper
         raise InvalidInputError(f"local_compute_fn {name!r} is an inner_wrapper; declare it as inner_wrapper: {name}.")
     data = data_parameters(function)
     _check_arguments(f"local_compute_fn {name!r}", data, arguments)
-    contract = WrapperContract(data_parameters=data, strategy=None, check=None)
+    contract = WrapperContract(data_parameters=data, strategy=None)
     return ResolvedWrapper(
         name=name, function=function, contract=contract, arguments=arguments, channel="local_compute_fn"
     )

@@ -78,7 +78,10 @@ def test_a_name_whose_package_is_missing_names_the_package() -> None:
 @pytest.mark.parametrize(
     ("declaration", "sentence"),
     [
-        ({"_target_": "sdpa_hf", "ulysses_degree": 2}, "takes backward_kv; unknown: ulysses_degree"),
+        (
+            {"_target_": "sdpa_hf", "ulysses_degree": 2},
+            "takes backward_kv, head_dim, num_kv_heads, num_q_heads; unknown: uly",
+        ),
         ({"_target_": "sdpa_hf", "cp_mesh": 2}, "cp_mesh is filled in at apply"),
         ({"target": "sdpa_hf"}, "needs _target_"),
         ({"_target_": "no.such.module.wrapper"}, "there is no module 'no.such.module'"),
