@@ -145,13 +145,17 @@ def planted(fault: str | None, model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def top_left_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def top_left_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any
+) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=attention_meta.scale, enable_gqa=True
     )
 
 
-def unmasked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def unmasked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any
+) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=attention_meta.scale, enable_gqa=True)
 
 
@@ -257,7 +261,9 @@ def test_one_message_forward_and_one_backward_of_exactly_the_compact_keys(
         ]
 
 
-def densely_masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def densely_masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any
+) -> torch.Tensor:
     keys = torch.arange(k.shape[2])
     visible = attention_meta.layout.global_index[:, None] >= keys
     return torch.nn.functional.scaled_dot_product_attention(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from cp_collectives import agree, gather_objects, mesh_size
 from cp_core import (
@@ -23,7 +22,7 @@ from ._boundaries import model_specs_in
 from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, detach
 from ._declaration import BoundaryPlan
 from ._model_spec import BatchPrepare
-from ._one_rank import hand_over_pads, refuse_pads
+from ._one_rank import OneRank
 from ._registry import plain
 from ._targets import FOREIGN_FAILURES, failure_in, fault_in
 
@@ -76,8 +75,8 @@ class AppliedContextParallel:
     _batch_prepare_fns: tuple[BatchPrepare, ...] = ()
     _touched: list[_Touched] = field(default_factory=list)
     _adoption: "Adoption | None" = None
-    # Hand the pads over at cp size 1.
-    _pads_hooks: tuple[RemovableHandle, ...] = ()
+    # At cp size 1.
+    _one_rank: OneRank | None = None
 
     @property
     def strategies(self) -> tuple[ContextParallelStrategy, ...]:
@@ -113,10 +112,10 @@ class AppliedContextParallel:
 
         Raises:
             LifecycleError: If a forward under a different layout still awaits its backward; nothing is set then.
-            InvalidInputError: At cp size 1, if the layout has pads: no attention is wrapped that would hide them.
+            InvalidInputError: At cp size 1, if the layout has pads that nothing would hide from an attention.
         """
-        if self._pads_hooks:
-            refuse_pads(layout)
+        if self._one_rank is not None:
+            self._one_rank.set_layout(layout)
         found = (boundary_of(touched.module) for touched in self._touched)
         boundaries = [boundary for boundary in found if boundary is not None]
         for boundary in boundaries:
@@ -146,18 +145,18 @@ class AppliedContextParallel:
             detach(module)
         if self._adoption is not None:
             self._adoption.restore()
-        for hook in self._pads_hooks:
-            hook.remove()
+        if self._one_rank is not None:
+            self._one_rank.remove()
         self.report, self._touched, self._adoption, self._batch_prepare_fns = (), [], None, ()
-        self._pads_hooks = ()
+        self._one_rank = None
 
 
 def unwrapped(model: torch.nn.Module, cp_mesh: DeviceMesh | None) -> AppliedContextParallel:
     """Return the handle of a model in which nothing is wrapped; it still prepares batches."""
     specs = model_specs_in(model)
     functions = dict.fromkeys(spec.batch_prepare_fn for spec in specs if spec.batch_prepare_fn is not None)
-    hooks = hand_over_pads(model) if mesh_size(cp_mesh) == 1 else ()
-    return AppliedContextParallel(_cp_mesh=cp_mesh, _batch_prepare_fns=tuple(functions), _pads_hooks=hooks)
+    one_rank = OneRank(model) if mesh_size(cp_mesh) == 1 else None
+    return AppliedContextParallel(_cp_mesh=cp_mesh, _batch_prepare_fns=tuple(functions), _one_rank=one_rank)
 
 
 def install_boundaries(

@@ -229,6 +229,29 @@ def compare(
     return violations(oracle, model, expected.detach(), logits)
 
 
+def compare_padded(kind: Kind, length: int, pads: tuple[tuple[int, int], ...], dropped: bool = False) -> list[str]:
+    """Compare a padded batch with its rows one by one, without their pads."""
+    mesh, oracle, model = cp_mesh(), make_model(kind), make_model(kind)
+    index, ids = torch.arange(length), tokens(length)
+    real = torch.stack([(index >= left) & (index < length - right) for left, right in pads])
+    rows = [(oracle(ids[row, kept][None], index[kept][None])[0], index[kept]) for row, kept in enumerate(real)]
+    sum(weighted_sum(logits[None], positions) for logits, positions in rows).backward()
+    applied = apply_context_parallel(model, mesh, kind.declarations)
+    local = applied.shard_batch({"input_ids": ids, "attention_mask": real})
+    layout = local["cp_layout"]
+    applied.set_layout(replace(layout, key_padding=None) if dropped else layout)
+    logits = model(local["input_ids"], local["position_ids"])
+    for row, kept in enumerate(layout.key_padding[:, layout.global_index]):
+        weighted_sum(logits[row, kept][None], layout.global_index[kept]).backward(retain_graph=True)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
+    check_no_pending(where="a step of the test")
+    expected = torch.cat([logits.detach() for logits, _ in rows])
+    broken = violations(oracle, model, expected, unshard_sequence(logits.detach(), 1, mesh, layout)[real])
+    applied.remove()
+    return [*broken, *(name for name, module in model.named_modules() if "forward" in module.__dict__)]
+
+
 def compile_parts(model: torch.nn.Module, compiled: str) -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     for index, layer in enumerate(model.layers):
@@ -268,16 +291,16 @@ def planted(fault: str | None, model: torch.nn.Module) -> Iterator[None]:
             yield
 
 
-def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any) -> torch.Tensor:
     scale = attention_meta.scale
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=attention_meta.scale, enable_gqa=True)
 
 
-def unscaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any) -> torch.Tensor:
+def unscaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_meta: Any, recall: Any) -> torch.Tensor:
     return cp_core.local_attention(q, k, v, attention_meta=replace(attention_meta, scale=None))
 
 
@@ -778,3 +801,19 @@ def test_a_wrong_layout_is_refused_before_anything_is_sent(worlds: Any) -> None:
 def test_a_core_that_is_not_causal_is_looked_at_once_and_without_a_trace(worlds: Any) -> None:
     for first, second in worlds(2).run(qkv_outputs, InPlace(), times=2):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4], ids="C{}".format)
+@pytest.mark.parametrize("pads", [((3, 0), (8, 0)), ((0, 5), (0, 1)), ((2, 4), (0, 0))], ids=["left", "right", "both"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_pads_are_hidden_also_where_nothing_else_is_wrapped(
+    worlds: Any, kind: Kind, pads: tuple[tuple[int, int], ...], cp_size: int
+) -> None:
+    assert worlds(cp_size).run(compare_padded, kind, 13, pads) == [[]] * cp_size
+
+
+@pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.name)
+def test_the_comparison_finds_pads_that_are_attended(worlds: Any, kind: Kind) -> None:
+    for broken in worlds(2).run(compare_padded, kind, 13, ((3, 0), (8, 0)), True):
+        assert any("gradient" in violation for violation in broken)
