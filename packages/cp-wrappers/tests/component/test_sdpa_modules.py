@@ -438,6 +438,23 @@ def test_models_and_copies_do_not_disturb_each_other(worlds: Any, kind: Kind) ->
         assert all(found.values()), found
 
 
+def layout_of_another_batch(kind: Kind) -> bool:
+    mesh, model = cp_mesh(), make_model(kind)
+    applied = apply_context_parallel(model, mesh, kind.declarations)
+    logits, _ = local_logits(model, applied, mesh, 13)
+    other = shard_batch_for_cp({"input_ids": tokens(9)}, mesh)["cp_layout"]
+    with pytest.raises(RuntimeError, match=r"layers\.0\.attn.*: a different layout was set while"):
+        applied.set_layout(other)
+    logits.sum().backward()
+    applied.set_layout(other)
+    return True
+
+
+@pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.wrapper)
+def test_a_layout_is_not_changed_before_the_backward(worlds: Any, kind: Kind) -> None:
+    assert worlds(2).run(layout_of_another_batch, kind) == [True, True]
+
+
 def in_another_thread() -> dict[str, bool]:
     """A plain attention runs in a thread while this one is inside a wrapped forward."""
     mesh, model = cp_mesh(), make_model(Kind())
@@ -631,6 +648,11 @@ class NarrowValues(SelfAttending):
         return super().attend(q, k, v[..., :4])
 
 
+class Rounding(SelfAttending):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().attend(q.long(), k.long(), v.long())
+
+
 class CheckpointingInside(SelfAttending):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().attend, q, k, v, use_reentrant=True)
@@ -656,6 +678,7 @@ def toy_fault(attn: torch.nn.Module, declared: Any = "sdpa_hf", tokens_per_rank:
         (Undeclared, r"attn: 4 query heads cannot share 2 key/value heads with enable_gqa=False"),
         (OtherDtypes, r"needs query, key and value of one dtype, but got .* torch\.float32"),
         (NarrowValues, r"key and value have one shape, .* \(2, 4, 4, 4\)"),
+        (Rounding, r"attn: attention needs a floating-point dtype, but got torch\.int64"),
         (
             CheckpointingInside,
             r"attn: scaled_dot_product_attention was called without gradients .*checkpoint",
@@ -723,7 +746,7 @@ class InPlace(QkvAttention):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q.mul_(2.0)
-        return F.scaled_dot_product_attention(F.dropout(q, 0.5), k, v)
+        return F.scaled_dot_product_attention(q, F.dropout(k, 0.5), v)
 
 
 class Cutting(QkvAttention):
