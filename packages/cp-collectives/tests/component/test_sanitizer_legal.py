@@ -151,6 +151,7 @@ def touch_without_reading() -> list[Any]:
     with torch.inference_mode():
         views += [output.reshape(8), output.contiguous(), output.to(output.dtype)]
     output.unsqueeze_(0)
+    _ = torch.eye(2).to_sparse().detach() * 2  # has no memory to compare
     _ = input + 1, columns.sum()  # both inputs may be read
     whole[2].fill_(7)  # other parts of the same memory may be written
     whole[0, 2:].fill_(7)

@@ -47,8 +47,7 @@ def is_view(func: Any) -> bool:
 
 def is_copy(result: object, args: tuple[Any, ...]) -> bool:
     """Return whether a result has memory of its own."""
-    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
-    return any(tensor.untyped_storage()._cdata not in given for tensor in tensors_in(result))
+    return not _storages(result) <= _storages(args)
 
 
 @cache
@@ -59,6 +58,11 @@ def uses_data(func: torch._ops.OpOverload) -> bool:
         return name.startswith("aten::resize")  # it may move or free the memory
     has_out = any(_written_arguments(func).values()) and name != "aten::record_stream"
     return not func.is_view and (has_out or _METADATA_ONLY.fullmatch(name) is None)
+
+
+def _storages(value: object) -> set[int]:
+    strided = (tensor for tensor in tensors_in(value) if tensor.layout is torch.strided)  # others have no one storage
+    return {tensor.untyped_storage()._cdata for tensor in strided}
 
 
 @cache

@@ -30,9 +30,9 @@ class World:
     """`size` rank processes on this machine that run functions together, one call after the other.
 
     The processes start at the first `run` (4 ranks take about 20 s on two cores) and serve all later ones. Each `run`
-    begins with a new default process group, seed 0, float32 as default dtype and autograd enabled; groups of earlier
-    runs are destroyed. The processes are replaced after a run in which ranks hung, died, or failed while others did
-    not.
+    begins with a new default process group, seed 0, float32 as default dtype and autograd enabled, under a
+    `PendingBufferSanitizer`; groups of earlier runs are destroyed. The processes are replaced after a run in which
+    ranks hung, died, or failed while others did not.
 
     The store lives in the parent, so the death of rank 0 takes nothing away from the others.
     """
