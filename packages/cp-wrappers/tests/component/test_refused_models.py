@@ -38,6 +38,10 @@ LATENT = {
     "moe_intermediate_size": 8,
 }
 MIXES = r"mixes tokens along the sequence and no context-parallel method serves it"
+OF_ITS_OWN = (
+    r"multi-head latent attention \(kv_lora_rank=8\), which needs a wrapper of its own before keys and values are "
+    r"expanded, is not supported"
+)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": (
         "qwen3_next",
@@ -48,14 +52,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**LATENT, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "first_k_dense_replace": 1},
-        r"model\.layers\.0\.self_attn: layer type 'indexed_attention', an indexer that selects keys \(sparse attention\), multi-head latent attention "
-        r"\(kv_lora_rank=8\), which needs a wrapper of its own before keys and values are expanded, is not supported",
+        rf"self_attn: layer type 'indexed_attention', an indexer that selects keys \(sparse attention\), {OF_ITS_OWN}",
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {**LATENT, "first_k_dense_replace": 1},
-        r"model\.layers\.0\.self_attn: multi-head latent attention \(kv_lora_rank=8\), which needs a wrapper of its own",
-    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1}, rf"layers\.0\.self_attn: {OF_ITS_OWN}"),
     "lfm2": (
         "lfm2",
         {"layer_types": ["conv", "full_attention"]},
