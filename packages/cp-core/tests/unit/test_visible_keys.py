@@ -209,3 +209,18 @@ def test_keys_recalled_in_backward_give_the_same_gradients(frozen: tuple[bool, b
     for one, other in zip(*results, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
+
+
+def test_gradients_of_keys_that_many_runs_see_are_not_added_up_in_16_bit() -> None:
+    length = 512
+    positions = torch.arange(0, length, 2)  # each query a run of its own
+    layout = SequenceLayout(global_index=positions, global_length=length, padded_length=length)
+    q, k, v = (normal(1, 1, n, 8, seed=seed) for seed, n in enumerate((len(positions), length, length)))
+    grad = normal(1, 1, len(positions), 8, seed=9)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in (q, k, v)]
+        output = local_attention(*leaves, attention_meta=AttentionMeta(layout=layout))
+        gradients.append(torch.autograd.grad(output, leaves, grad.bfloat16().to(dtype)))
+    for found, exact in zip(*gradients, strict=True):
+        assert (found.double() - exact).norm() <= 0.006 * exact.norm()
