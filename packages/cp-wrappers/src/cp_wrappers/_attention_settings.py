@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from cp_core import UnsupportedError
+from cp_core import SequenceLayout, UnsupportedError
 
 # Implementations that are causal without a mask, as their module says.
 _CAUSAL_BY_THEMSELVES = ("sdpa", "flash_attention_2", "flash_attention_3")
 _REFUSED_ROTARY = frozenset({"dynamic", "longrope"})
+# Their learned positions start at the first real token, unlike those of every other family with a mask.
+_POSITIONS_FROM_MASK = frozenset({"opt"})
 _LAYER_TYPES = (None, "full_attention", "sliding_attention")
 
 
@@ -43,6 +45,9 @@ def refuse_unsupported(module: torch.nn.Module, fqn: str) -> None:
         f"layer type {layer_type!r}": layer_type not in _LAYER_TYPES,
         f"attention_dropout={dropout}": dropout,
         f"attn_logit_softcapping={softcap}": softcap,
+        "output_router_logits, whose load-balancing loss is no sum over tokens,": getattr(
+            config, "output_router_logits", False
+        ),
         "attn_temperature_tuning": getattr(config, "attn_temperature_tuning", False),
         "an indexer that selects keys (sparse attention)": getattr(module, "indexer", None) is not None,
         f"multi-head latent attention (kv_lora_rank={latent_rank}), which needs a wrapper of its own before keys and "
@@ -115,4 +120,18 @@ def require_settings_of(module: Any, name: str, *, window: int | None, sinks: to
         raise UnsupportedError(
             f"{name}: the layer has sinks, but its attention was not handed them as s_aux (or the other way round); "
             "context parallelism honours sinks that are handed to the attention."
+        )
+
+
+def refuse_leading_pads(config: Any, name: str, layout: SequenceLayout) -> None:
+    """Refuse pads before the tokens of a row, for a family that counts its positions in the attention mask.
+
+    Raises:
+        UnsupportedError: Naming the layer or model.
+    """
+    leading = any(run.positions.start > 0 for run in layout.real_runs)
+    if leading and getattr(config, "model_type", None) in _POSITIONS_FROM_MASK:
+        raise UnsupportedError(
+            f"{name}: {config.model_type} counts positions in its attention mask, so that pads before the tokens of a "
+            "row would shift them; pad after them, as tokenizer.padding_side = 'right' does."
         )

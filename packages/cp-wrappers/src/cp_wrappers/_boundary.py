@@ -21,6 +21,7 @@ from cp_core import (
 
 _ATTRIBUTE = "_context_parallel"
 LAYOUT_KEYWORD = "cp_layout"
+_CROSS_ATTENTION = ("cross_attention_states", "encoder_hidden_states", "key_value_states")
 
 
 class AttentionBoundary:
@@ -81,6 +82,12 @@ class AttentionBoundary:
             raise InvalidInputError(
                 f"{self.name} was given a key/value cache; caches are for inference, so call the model "
                 "with use_cache=False."
+            )
+        crossing = sorted(name for name in _CROSS_ATTENTION if kwargs.get(name) is not None)
+        if crossing:
+            raise UnsupportedError(
+                f"{self.name} was given {', '.join(crossing)}: cross attention, whose keys do not come from the "
+                "sharded sequence, is not supported; train this model at cp_size 1."
             )
         given = kwargs.get(LAYOUT_KEYWORD)
         self._layout = self._default_layout if given is None else given

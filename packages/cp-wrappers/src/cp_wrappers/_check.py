@@ -8,7 +8,7 @@ import torch
 from cp_core import InvalidInputError
 
 from ._attention_settings import refuse_without_mask
-from ._boundaries import find_attentions, unserved_token_mixers
+from ._boundaries import find_attentions
 from ._boundary import boundary_of
 from ._declaration import BoundaryPlan, MethodDeclaration
 from ._faults import Fault, Faults, listed, named, raise_faults
@@ -16,6 +16,7 @@ from ._methods import check_method
 from ._names import ModuleNames, are_related
 from ._reach import Target, assign, reached_targets
 from ._registry import ResolvedWrapper
+from ._whole_sequence import whole_sequence_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def check_declarations(
     assigned, undeclared = assign(names, attentions, targets, faults)
     if cp_size > 1:
         _note_undeclared(model, attentions, undeclared, assigned, faults)
-        _note_token_mixers(names, attentions, assigned, faults)
+        _note_whole_sequence_parts(names, attentions, assigned, faults)
     _note_wrapped(names, attentions, assigned, faults)
     plans = []
     for fqn, module in names.modules.items():
@@ -145,14 +146,13 @@ def _note_wrapped(
             faults.add(f"{named(fqn)} is wrapped already; call remove() on the earlier handle first.", module=fqn)
 
 
-def _note_token_mixers(
+def _note_whole_sequence_parts(
     names: ModuleNames, attentions: Mapping[str, torch.nn.Module], assigned: Mapping[str, Target], faults: Faults
 ) -> None:
     served = {**attentions, **{fqn: names.modules[fqn] for fqn in assigned}}
-    for fqn, module in unserved_token_mixers(names, served).items():
+    for fqn, reason in whole_sequence_parts(names, attentions, served):
         faults.add(
-            f"{named(fqn)} ({type(module).__name__}) mixes tokens along the sequence and no context-parallel method "
-            "serves it: on each rank it would start from nothing. Train this model at cp_size 1.",
+            f"{named(fqn)} ({type(names.modules[fqn]).__name__}) {reason}. Train this model at cp_size 1.",
             module=fqn,
             unsupported=True,
         )

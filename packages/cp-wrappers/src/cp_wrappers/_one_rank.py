@@ -11,7 +11,7 @@ import torch
 
 from cp_core import AllGatherStrategy, InvalidInputError, SequenceLayout
 
-from ._attention_settings import asks_config_for_attention
+from ._attention_settings import asks_config_for_attention, refuse_leading_pads
 from ._boundaries import find_attention_boundaries
 from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, attach, detach
 from ._forward_code import calls_sdpa
@@ -80,6 +80,7 @@ def _with_attention_mask(
     layout = kwargs.get(LAYOUT_KEYWORD)
     if layout is None or layout.key_padding is None or kwargs.get("attention_mask") is not None:
         return None
+    refuse_leading_pads(getattr(model, "config", None), type(model).__name__, layout)
     parameters = inspect.signature(model.forward).parameters
     if "attention_mask" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise InvalidInputError(

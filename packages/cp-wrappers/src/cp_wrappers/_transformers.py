@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cp_core import AttentionMeta, InvalidInputError, SequenceLayout, UnsupportedError
 
-from ._attention_settings import require_settings_of
+from ._attention_settings import refuse_leading_pads, require_settings_of
 from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, boundary_of
 from ._mask_functions import is_plainly_causal
 
@@ -117,6 +117,7 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
     def make_meta(layout: SequenceLayout) -> AttentionMeta:
+        refuse_leading_pads(module.config, boundary.name, layout)
         return AttentionMeta(
             layout=layout,
             causal=causal,
@@ -138,9 +139,10 @@ def _refuse_keywords(name: str, attention_mask: torch.Tensor | None, keywords: d
             "global batch of shard_batch_for_cp."
         )
     unknown = sorted(key for key, value in keywords.items() if value is not None and key not in _INERT_KEYWORDS)
-    if unknown or keywords.get("output_attentions"):
+    unknown += [key for key in ("output_attentions", "output_router_logits") if keywords.get(key)]
+    if unknown:
         raise UnsupportedError(
-            f"{name}: attention was asked for {', '.join(unknown) or 'output_attentions'}, which context parallelism "
+            f"{name}: attention was asked for {', '.join(unknown)}, which context parallelism "
             "does not honour in this version; nothing is dropped in silence, so leave it out of the model's call."
         )
 

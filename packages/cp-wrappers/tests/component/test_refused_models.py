@@ -4,10 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BartForCausalLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralForCausalLM,
+    OPTForCausalLM,
+)
 
 from cp_core import ContextParallelError, UnsupportedError
-from cp_wrappers import MethodDeclaration, check_declarations, plan_boundaries
+from cp_wrappers import (
+    MethodDeclaration,
+    apply_context_parallel,
+    check_declarations,
+    find_attention_boundaries,
+    plan_boundaries,
+)
 
 SIZES = {
     "vocab_size": 32,
@@ -86,6 +102,105 @@ def test_a_model_that_no_method_serves_is_refused_by_name(name: str, options: di
     if name != "mamba":  # it has no attention at all, which is a fault of the declaration
         assert isinstance(refusal.value, UnsupportedError)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+HEADS = {"_target_": "sdpa_hf", "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sentence"),
+    [
+        ("sdpa_qkv", "is a module of transformers, which are served by sdpa_hf"),
+        (HEADS, "its heads are those of its transformers config; leave num_q_heads out"),
+    ],
+    ids=["sdpa_qkv", "declared heads"],
+)
+def test_attention_of_transformers_keeps_its_own_way(wrapper: Any, sentence: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SIZES))
+    with pytest.raises(ContextParallelError, match=sentence):
+        methods = [MethodDeclaration(match="*.self_attn", inner_wrapper=wrapper)]
+        plan_boundaries(model, methods, cp_size=2, device=torch.device("cpu"))
+
+
+def test_attention_of_transformers_that_asks_no_config_is_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bloom"](hidden_size=32, n_layer=1, n_head=4))
+    (name,) = find_attention_boundaries(model)
+    with pytest.raises(UnsupportedError, match=r"module of transformers, .* only where their config names the att"):
+        plan_boundaries(model, [MethodDeclaration(match=name, inner_wrapper="sdpa_hf")], cp_size=2)
+
+
+OPT = {"vocab_size": 32, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "sentence"),
+    [
+        (
+            LlamaForSequenceClassification,
+            CONFIG_MAPPING["llama"](**SIZES, pad_token_id=0),
+            r"the model itself \(LlamaForSequenceClassification\) pools over the sequence: each rank would",
+        ),
+        (
+            BartForCausalLM,
+            CONFIG_MAPPING["bart"](d_model=32, decoder_layers=2, decoder_attention_heads=4, vocab_size=32),
+            r"model\.decoder \(BartDecoder\) takes no position_ids: on each rank its positions would start at 0\.",
+        ),
+        (
+            MixtralForCausalLM,
+            CONFIG_MAPPING["mixtral"](**SIZES, num_local_experts=2, output_router_logits=True),
+            r"self_attn: output_router_logits, whose load-balancing loss is no sum over tokens, is not supported",
+        ),
+    ],
+    ids=["a head that pools", "positions of its own", "a loss of experts"],
+)
+def test_parts_beside_the_attentions_that_a_shard_would_break_are_refused(
+    kind: Any, config: Any, sentence: str
+) -> None:
+    with torch.device("meta"):
+        model = kind(config)
+    methods = [MethodDeclaration(match="*.self_attn", inner_wrapper="sdpa_hf")]
+    with pytest.raises(ContextParallelError, match=sentence):
+        plan_boundaries(model, methods, cp_size=2, device=torch.device("cpu"))
+
+
+def forwards_that_are_refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = OPTForCausalLM(
+        CONFIG_MAPPING["opt"](**OPT, word_embed_proj_dim=32, max_position_embeddings=16, dropout=0.0)
+    )
+    applied = apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    ids = torch.arange(12).view(2, 6)
+    sentences = []
+    for mask in (torch.tensor([[1] * 6, [0] + [1] * 5]), torch.tensor([[1] * 6, [1] * 5 + [0]])):
+        try:
+            model(**applied.shard_batch({"input_ids": ids, "attention_mask": mask}))
+            sentences.append("taken")
+        except UnsupportedError as error:
+            sentences.append(str(error))
+    if mesh.size() == 1:  # nothing is wrapped
+        return sentences
+    llama = LlamaForCausalLM(CONFIG_MAPPING["llama"](**SIZES))
+    apply_context_parallel(llama, mesh, {"*.self_attn": "sdpa_hf"})
+    try:
+        llama.model.layers[0].self_attn(torch.zeros(1, 3, 32), key_value_states=torch.zeros(1, 3, 32))
+    except UnsupportedError as error:
+        sentences.append(str(error))
+    return sentences
+
+
+@pytest.mark.parametrize("cp_size", [1, 2], ids="C{}".format)
+def test_pads_that_shift_learned_positions_and_cross_attention_are_refused_in_forward(
+    worlds: Any, cp_size: int
+) -> None:
+    for leading, trailing, *crossing in worlds(cp_size).run(forwards_that_are_refused):
+        assert (
+            "opt counts positions in its attention mask, so that pads before the tokens of a row would shift" in leading
+        )
+        assert trailing == "taken"
+        starts = [sentence.partition(", whose")[0] for sentence in crossing]
+        assert starts == ["model.layers.0.self_attn was given key_value_states: cross attention"] * (cp_size > 1)
 
 
 def test_a_causal_convolution_of_the_users_own_beside_attention_is_refused() -> None:

@@ -5,7 +5,6 @@ The oracle is one process and the unwrapped model in float64. Each planted fault
 
 import copy
 import logging
-import pickle
 import threading
 import warnings
 from collections.abc import Iterator
@@ -420,8 +419,6 @@ def side_by_side(kind: Kind) -> dict[str, bool]:
         copied.layers[0].attn.out.weight.zero_()
     found["a copy runs its own modules"] = not close(logits_of(copied, first, mesh), expected[0])
     found["the copied is as before"] = close(logits_of(models[0], first, mesh), expected[0])
-    with pytest.raises(NotImplementedError, match="a wrapped model cannot be pickled"):
-        pickle.dumps(models[0])
     first.remove()
     found["removed"] = torch.equal(plain_logits(models[0]), expected[0])
     found["the other stays wrapped"] = close(logits_of(models[1], second, mesh), expected[1])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.functional import scaled_dot_product_attention as renamed
 
-from cp_core import AllGatherStrategy, AttentionShape, ContextParallelError, UnsupportedError
+from cp_core import AllGatherStrategy, AttentionShape, ContextParallelError
 from cp_wrappers import (
     MethodDeclaration,
     find_attention_boundaries,
@@ -244,24 +244,6 @@ def test_a_wrapper_of_the_users_own_may_read_heads_and_is_given_its_data() -> No
     (plan,) = plan_boundaries(model, [declared("attn", _target_="reads_its_heads", degree=3)], cp_size=2)
     assert seen == [("attn", 3)]
     assert plan.shape is not None and plan.shape.num_q_heads == 3
-
-
-def test_modules_of_transformers_keep_their_own_way() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
-    for data, sentence in (
-        ({"_target_": "sdpa_qkv"}, "is a module of transformers, which are served by sdpa_hf"),
-        (HEADS, "its heads are those of its transformers config; leave num_q_heads out"),
-    ):
-        with pytest.raises(ContextParallelError, match=sentence):
-            plan_boundaries(llama, [declared("*.self_attn", **data)], cp_size=2)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}
-    bloom = transformers.BloomModel(transformers.BloomConfig(**sizes))
-    (name,) = find_attention_boundaries(bloom)
-    with pytest.raises(UnsupportedError, match=r"module of transformers, .* only where their config names the att"):
-        plan_boundaries(bloom, [declared(name)], cp_size=2)
 
 
 def test_models_of_other_kinds_need_no_transformers() -> None:
