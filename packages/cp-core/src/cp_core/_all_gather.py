@@ -102,14 +102,13 @@ class AllGatherStrategy(ContextParallelStrategy):
     ) -> KeyValueRecall | None:
         if self.backward_kv == "saved" or mesh_size(cp_mesh) == 1:
             return None
-        local_k, local_v = k.detach(), v.detach()
 
-        def gather_again() -> tuple[torch.Tensor, torch.Tensor]:
+        def gather(local_k: torch.Tensor, local_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
                 global_k, global_v = all_gather_sequence(local_k, local_v, dim=_SEQUENCE_DIM, mesh=cp_mesh, layer=layer)
             return global_k, global_v
 
-        return gather_again
+        return KeyValueRecall(k.detach(), v.detach(), gather)
 
     def launch_output(
         self, output: torch.Tensor, *, cp_mesh: DeviceMesh | None, attention_meta: AttentionMeta

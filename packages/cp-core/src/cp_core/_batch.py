@@ -17,8 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_collectives import (
+    ContextParallelError,
     InvalidInputError,
-    UnsupportedError,
     agree,
     all_gather_sequence,
     gather_objects,
@@ -151,8 +151,11 @@ def _agreed(
     try:
         fields = global_fields(batch)
         multiple = sequence_multiple(mesh_size(cp_mesh), rules, multiple_of=multiple_of)
-    except (InvalidInputError, UnsupportedError) as found:
+    except ContextParallelError as found:
         error = found
+    except Exception as found:  # all ranks stop with its words, or the others would wait for this one
+        error = InvalidInputError(f"the batch cannot be read: {type(found).__name__}: {found}")
+        error.__cause__ = found
     agree(error, mesh=cp_mesh)
     if mesh_size(cp_mesh) > 1:
         digests = {name: tensor_digest(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}

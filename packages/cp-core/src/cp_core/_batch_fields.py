@@ -27,7 +27,7 @@ _KINDS = {
     "attention_mask": ("bool", "integers", "floating point"),
     "loss_weights": ("floating point",),
 }
-_CACHE_FIELDS = ("past_key_values", "cache", "cache_position")
+_CACHE_FIELDS = ("past_key_values", "past_key_value", "layer_past", "kv_cache", "cache", "cache_position")
 
 
 def global_fields(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from cp_collectives import InvalidInputError, UnsupportedError
 # Where documents begin, and after the last one where it ends, in tokens: [0, S] for one document.
 _OFFSETS = (
     "cu_seqlens",
+    "cu_seqlens_unpadded",
     "cu_seqlens_q",
     "cu_seqlens_k",
     "cu_seqlens_kv",
@@ -25,13 +26,22 @@ _OFFSETS = (
 )
 # The same with each document's pads.
 _PADDED_OFFSETS = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_k_padded", "cu_seqlens_kv_padded")
-_LENGTHS = ("seq_lens", "seqlens")
+_LENGTHS = (
+    "seq_lens",
+    "seqlens",
+    "seq_lengths",
+    "sequence_lengths",
+    "sub_seq_lens",
+    "doc_lens",
+    "doc_lengths",
+    "document_lens",
+)
 _PADDED_LENGTHS = ("seq_lens_padded",)
 # [B, S]: a number per token, the same within a document.
 _NUMBERS = ("document_ids", "document_id", "doc_ids", "seq_idx", "segment_ids", "sequence_ids", "sequence_id")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv")
 # Objects of other libraries that are made for packed batches only.
-_ALWAYS_PACKED = ("packed_seq_params", "qkv_format")
+_ALWAYS_PACKED = ("packed_seq_params", "qkv_format", "cu_seqlens_argmin", "max_doc_lens")
 
 DOCUMENT_FIELDS = (*_OFFSETS, *_PADDED_OFFSETS, *_LENGTHS, *_PADDED_LENGTHS, *_NUMBERS, *_LONGEST, *_ALWAYS_PACKED)
 

@@ -24,7 +24,7 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], dp_cp_mesh: DeviceMesh |
         InvalidInputError: If ranks pass different parameters.
         UnsupportedError: If a gradient is sparse.
     """
-    trainable = [param for param in params if param.requires_grad]
+    trainable = [param for param in dict.fromkeys(params) if param.requires_grad]  # tied ones may come twice
     if mesh_size(dp_cp_mesh) == 1:
         return
     used = _used_anywhere(trainable, dp_cp_mesh)

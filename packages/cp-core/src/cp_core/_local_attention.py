@@ -9,7 +9,7 @@ the merged output and log-sum-exp gives its exact share of the gradients (as in 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,8 +18,17 @@ from ._meta import AttentionMeta
 from ._query_runs import KeyBlock, QueryRun, query_runs
 from .kernels import AttendedBlock, BlockKernel, block_kernel
 
-# Returns the global keys and values again, `[B, K, S, D]` each, without a graph.
-KeyValueRecall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class KeyValueRecall(NamedTuple):
+    """How keys and values are had again in backward."""
+
+    # This rank's, `[B, K, L, D]` each; autograd keeps them, and sees if they are changed in place.
+    k: torch.Tensor
+    v: torch.Tensor
+    # Makes the global ones `[B, K, S, D]` of them, without a graph.
+    gather: Gather
 
 
 def local_attention(
@@ -48,10 +57,12 @@ def local_attention(
         kernel=block_kernel(q.device, q.dtype),
         runs=query_runs(attention_meta.layout, causal=attention_meta.causal, window=attention_meta.window),
         scale=attention_meta.scale,
-        recall=recall,
+        gather=None if recall is None else recall.gather,
+        has_sinks=attention_meta.sinks is not None,
     )
-    sinks = () if attention_meta.sinks is None else (attention_meta.sinks,)
-    output: torch.Tensor = _LocalAttention.apply(attention, q, k, v, *sinks)
+    local = [] if recall is None else [recall.k, recall.v]
+    others = local if attention_meta.sinks is None else [*local, attention_meta.sinks]
+    output: torch.Tensor = _LocalAttention.apply(attention, q, k, v, *others)
     return output
 
 
@@ -62,20 +73,22 @@ class _Attention:
     kernel: BlockKernel
     runs: tuple[QueryRun, ...]
     scale: float | None
-    recall: KeyValueRecall | None
+    # Makes global keys and values of local ones; None where the global ones are kept.
+    gather: Gather | None
+    has_sinks: bool
 
 
 class _LocalAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, attention: _Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor
+        ctx: Any, attention: _Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor
     ) -> torch.Tensor:
         output, logsumexp = _attend(attention, q, k, v)
-        for sink in sinks:  # at most one
-            output, logsumexp = _with_sinks(output, logsumexp, sink)
-        keys = (k, v) if attention.recall is None else (None, None)
-        ctx.save_for_backward(q, *keys, output, logsumexp, *sinks)
-        ctx.attention = attention
+        if attention.has_sinks:
+            output, logsumexp = _with_sinks(output, logsumexp, others[-1])
+        keys = (k, v) if attention.gather is None else others[:2]
+        ctx.save_for_backward(q, *keys, output, logsumexp, *(others[-1:] if attention.has_sinks else ()))
+        ctx.attention, ctx.num_others = attention, len(others)
         return output
 
     @staticmethod
@@ -83,10 +96,11 @@ class _LocalAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         attention: _Attention = ctx.attention
         q, k, v, output, logsumexp, *sinks = ctx.saved_tensors
-        if attention.recall is not None:
-            k, v = attention.recall()
+        if attention.gather is not None:
+            k, v = attention.gather(k, v)
         gradients = _attend_backward(attention, grad, AttendedBlock(q, k, v, output, logsumexp))
-        return None, *gradients, *(_sink_gradient(grad, output, logsumexp, sink) for sink in sinks)
+        sink_gradients = [_sink_gradient(grad, output, logsumexp, sink) for sink in sinks]
+        return None, *gradients, *[None] * (ctx.num_others - len(sinks)), *sink_gradients
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """The loss contract: local sums in, one global mean out, scaled once for the way gradients are joined."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,10 +98,11 @@ def mean_global_loss(
             finite, or the window holds less than this call; if only some ranks have weights, ranks have different
             windows or degrees, or a window of the other kind is given.
     """
-    fault = _fault_of(local_loss_sum, local_valid_tokens, grad_average_degree, local_weight_sum)
+    count, fault = _integer(local_valid_tokens)
+    fault = fault or _fault_of(local_loss_sum, count, grad_average_degree, local_weight_sum)
     declared = (window_valid_tokens, window_weight_sum, grad_average_degree)
     weight_sum = None if local_weight_sum is None else float(local_weight_sum)
-    parts = gather_objects(_Part(int(local_valid_tokens), weight_sum, declared, fault), mesh=dp_cp_mesh)
+    parts = gather_objects(_Part(count, weight_sum, declared, fault), mesh=dp_cp_mesh)
     _refuse_parts(parts)
     valid_tokens = sum(part.valid_tokens for part in parts)
     denominator = _denominator(parts, window_valid_tokens, window_weight_sum)
@@ -111,6 +113,16 @@ def mean_global_loss(
         logged=logged / denominator,
         valid_tokens=valid_tokens,
     )
+
+
+def _integer(valid_tokens: object) -> tuple[int, str | None]:
+    try:
+        return operator.index(valid_tokens), None  # type: ignore[arg-type]
+    except TypeError:
+        return 0, (
+            f"local_valid_tokens must be an integer count of labels, but got {valid_tokens!r}; the sum of loss weights "
+            "is local_weight_sum."
+        )
 
 
 def _fault_of(

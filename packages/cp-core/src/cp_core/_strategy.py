@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import InvalidInputError, LifecycleError, PendingCollective, UnsupportedError, mesh_size
+from cp_collectives import (
+    InvalidInputError,
+    LifecycleError,
+    PendingCollective,
+    UnsupportedError,
+    mesh_rank,
+    mesh_size,
+)
 
 from ._batch import shard_batch_for_cp
 from ._launch_state import LaunchState
+from ._layout import Chunk, SequenceLayout
 from ._local_attention import KeyValueRecall, local_attention
 from ._meta import AttentionMeta, AttentionShape, HandoffMeta
 
@@ -89,6 +97,22 @@ class ContextParallelStrategy(ABC):
     def check_meta(self, attention_meta: AttentionMeta, *, layer: str | None) -> None:
         """Refuse by name each field of the meta that this method does not honour."""
 
+    def check_layout(self, layout: SequenceLayout, cp_mesh: DeviceMesh | None, *, layer: str | None) -> None:
+        """Refuse a layout that is not this rank's consecutive shard on this mesh.
+
+        Raises:
+            InvalidInputError: With the positions found and those of the mesh's rank.
+        """
+        size, rank, length = mesh_size(cp_mesh), mesh_rank(cp_mesh), layout.local_length
+        expected = Chunk(rank * length, (rank + 1) * length)
+        if layout.chunks != (expected,) or layout.padded_length != size * length:
+            held = ", ".join(f"{start}..{stop - 1}" for start, stop in layout.chunks)
+            raise InvalidInputError(
+                f"{layer or 'attention'}: the layout holds positions {held} of {layout.padded_length}, but rank {rank} "
+                f"of {size} of this mesh has {expected.start}..{expected.stop - 1} of {size * length}; shard the batch "
+                "with the cp_mesh that the attention runs on."
+            )
+
     def shard_batch(self, batch: Mapping[str, Any], cp_mesh: DeviceMesh | None) -> dict[str, Any]:
         """Return this rank's shard of a global batch; see `shard_batch_for_cp`."""
         return shard_batch_for_cp(batch, cp_mesh, strategy=self)
@@ -127,6 +151,7 @@ class ContextParallelStrategy(ABC):
         """
         self.check_meta(attention_meta, layer=layer)
         check_local_tensors(q, k, v, attention_meta=attention_meta, layer=layer)
+        self.check_layout(attention_meta.layout, cp_mesh, layer=layer)
         handoff = HandoffMeta(layer=layer, attention_meta=attention_meta)
         state = self.launch(q, k, v, cp_mesh=cp_mesh, handoff_meta=handoff)
         recall = self.recall(k, v, cp_mesh=cp_mesh, layer=layer)

@@ -16,9 +16,11 @@ from cp_core import (
     AllGatherStrategy,
     AttentionMeta,
     AttentionShape,
+    InvalidInputError,
     SequenceLayout,
     local_attention,
     shard_batch_for_cp,
+    sum_gradients,
     unshard_sequence,
 )
 from cp_core.cost import attention_cost
@@ -263,3 +265,92 @@ def test_the_error_of_16_bit_gradients_does_not_grow_on_four_ranks(
 ) -> None:
     for alone, on_ranks in worlds(4).run(gradient_errors, dtype, 2, 1024, heads)[0]:
         assert on_ranks <= 1.2 * alone
+
+
+def layouts_that_are_refused() -> list[str]:
+    mesh = cp_mesh()
+    rank, size = mesh.get_local_rank(), mesh.size()
+    zigzag = torch.cat(
+        [torch.arange(2 * rank, 2 * rank + 2), torch.arange(2 * (2 * size - 1 - rank), 2 * (2 * size - rank))]
+    )
+    length = 4 * size
+    layouts = [
+        (SequenceLayout(global_index=zigzag, global_length=length, padded_length=length), mesh),
+        (
+            SequenceLayout.contiguous(global_length=length, multiple_of=size, cp_size=size, cp_rank=size - 1 - rank),
+            mesh,
+        ),
+        (
+            SequenceLayout.contiguous(global_length=2 * length, multiple_of=size * 2, cp_size=2 * size, cp_rank=rank),
+            mesh,
+        ),
+        (SequenceLayout.contiguous(global_length=length, multiple_of=size, cp_size=size, cp_rank=rank), None),
+    ]
+    sentences = []
+    for layout, given in layouts:
+        q, k, v = (normal(1, 2, 4, HEAD_DIM, seed=seed) for seed in range(3))
+        with pytest.raises(InvalidInputError, match=r"shard the batch with the cp_mesh that the attention") as refusal:
+            AllGatherStrategy().attention(
+                q, k, v, cp_mesh=given, attention_meta=AttentionMeta(layout=layout, causal=False), layer="a"
+            )
+        sentences.append(str(refusal.value))
+    return sentences
+
+
+def test_a_layout_of_another_rank_or_mesh_or_order_is_refused(worlds: Any) -> None:
+    first, second = worlds(2).run(layouts_that_are_refused)
+    assert first[0].startswith(
+        "a: the layout holds positions 0..1, 6..7 of 8, but rank 0 of 2 of this mesh has 0..3 of 8;"
+    )
+    assert second[1].startswith("a: the layout holds positions 0..3 of 8, but rank 1 of 2 of this mesh has 4..7 of 8;")
+    assert first[2].startswith("a: the layout holds positions 0..3 of 16, but rank 0 of 2 of this mesh has 0..3 of 8;")
+    assert second[3].startswith("a: the layout holds positions 4..7 of 8, but rank 0 of 1 of this mesh has 0..3 of 4;")
+
+
+def changed_in_place(backward_kv: Any) -> str:
+    mesh = cp_mesh()
+    layout = make_layout(Case(length=8), mesh)
+    leaves = [normal(2, n, layout.local_length, HEAD_DIM, seed=n).requires_grad_() for n in (4, 2, 2)]
+    q, k, v = (leaf * 1 for leaf in leaves)
+    output = AllGatherStrategy(backward_kv=backward_kv).attention(
+        q, k, v, cp_mesh=mesh, attention_meta=AttentionMeta(layout=layout)
+    )
+    k.mul_(2)
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "taken"
+
+
+def test_keys_that_are_gathered_again_must_not_change_before(worlds: Any) -> None:
+    assert worlds(2).run(changed_in_place, "saved") == ["taken"] * 2  # the gathered ones are kept
+    for sentence in worlds(2).run(changed_in_place, "regathered"):
+        assert "modified by an inplace operation" in sentence
+
+
+def batch_that_one_rank_cannot_read() -> str:
+    labels = torch.zeros(1, 8, dtype=torch.uint64 if dist.get_rank() == 1 else torch.int64)
+    try:
+        shard_batch_for_cp({"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": labels}, cp_mesh())
+    except InvalidInputError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_batch_that_one_rank_cannot_read_stops_all(worlds: Any) -> None:
+    for sentence in worlds(2).run(batch_that_one_rank_cannot_read, time_limit=30):
+        assert "rank 1" in sentence and "the batch cannot be read: " in sentence
+
+
+def doubled_gradient() -> list[float]:
+    mesh = cp_mesh()
+    first, second = (torch.nn.Parameter(torch.zeros(3_000_000, dtype=torch.float64)) for _ in range(2))
+    for parameter in (first, second):
+        parameter.grad = torch.ones_like(parameter)
+    sum_gradients([first, second, *(torch.nn.Parameter(torch.zeros(8_000_000)) for _ in range(2)), first], mesh)
+    return [float(parameter.grad[0]) for parameter in (first, second) if parameter.grad is not None]
+
+
+def test_a_tied_parameter_is_summed_once(worlds: Any) -> None:
+    assert worlds(2).run(doubled_gradient) == [[2.0, 2.0]] * 2

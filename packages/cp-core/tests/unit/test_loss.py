@@ -126,3 +126,10 @@ def test_weights_are_summed_in_float64() -> None:
     # 1 is lost beside 2**24 in float32, and beside 256 in bfloat16.
     assert sum_loss_weights(torch.tensor([[2.0**24, 1.0, 1.0]])) == 2**24 + 2
     assert sum_loss_weights(torch.tensor([[256.0, 1.0, 0.0]], dtype=torch.bfloat16)) == 257.0
+
+
+@pytest.mark.parametrize("count", [2.5, 2.0, torch.tensor(2.5), None], ids=str)
+def test_a_count_that_is_no_integer_is_refused(count: Any) -> None:
+    with pytest.raises(InvalidInputError, match="local_valid_tokens must be an integer count of labels, but got"):
+        mean_global_loss(torch.tensor(1.0), count, dp_cp_mesh=None, grad_average_degree=1)
+    assert mean_global_loss(torch.tensor(1.0), torch.tensor(2), dp_cp_mesh=None, grad_average_degree=1).logged == 0.5  # type: ignore[arg-type]

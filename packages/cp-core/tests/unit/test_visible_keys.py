@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cp_core import AttentionMeta, SequenceLayout, local_attention
+from cp_core._local_attention import KeyValueRecall
 
 LENGTH = 24
 SHARDS = {
@@ -196,16 +197,16 @@ def test_keys_recalled_in_backward_give_the_same_gradients(frozen: tuple[bool, b
     q, k, v = (normal(2, 4, n, 8, seed=seed) for seed, n in enumerate((8, LENGTH, LENGTH)))
     results, calls = [], []
 
-    def recall() -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(len(results))
+    def gather(local_k: torch.Tensor, local_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((len(results), torch.equal(local_k, k[:, :, 8:16]), torch.equal(local_v, v[:, :, 8:16])))
         return k, v
 
-    for given in (None, recall):
+    for given in (None, KeyValueRecall(k[:, :, 8:16], v[:, :, 8:16], gather)):
         leaves = [q.clone().requires_grad_()]
         leaves += [t.clone().requires_grad_(not off) for t, off in zip((k, v), frozen, strict=True)]
         local_attention(*leaves, attention_meta=meta, recall=given).sum().backward()
         results.append([leaf.grad for leaf in leaves])
-    assert calls == [1]
+    assert calls == [(1, True, True)]
     for one, other in zip(*results, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)

@@ -1,9 +1,9 @@
 """How context-parallel methods meet attention modules: declared per module, checked together, applied and removed.
 
 Modules, lowest first: `_inner_wrapper`, `_targets`, `_faults`, `_names`, `_forward_code`, `_mask_functions`,
-`_attention_settings`, `_sdpa_calls`, `_registry`, `_model_spec`, `_boundaries`, `_boundary`, `_whole_sequence`,
-`_sdpa_forwards`, `_one_rank`, `_transformers` (the only one that imports transformers), `_sdpa_modules`,
-`_declaration`, `_methods`, `_reach`, `_check`, `_suggestion`, `wrappers`, `_install`, `_apply`.
+`_attention_settings`, `_sdpa_calls`, `_registry`, `_model_spec`, `_boundaries`, `_boundary`, `_entries`,
+`_whole_sequence`, `_sdpa_forwards`, `_one_rank`, `_transformers` (the only one that imports transformers),
+`_sdpa_modules`, `_declaration`, `_methods`, `_reach`, `_check`, `_suggestion`, `wrappers`, `_install`, `_apply`.
 """
 
 from importlib.metadata import version

@@ -39,12 +39,17 @@ class AttentionBoundary:
         self._layout: SequenceLayout | None = None
         self._num_calls = 0
         self._awaiting_backward: weakref.WeakSet[_Awaiting] = weakref.WeakSet()
+        # Layouts that were set, of forwards without a graph that reentrant checkpointing has yet to repeat with one.
+        self._unrepeated: list[SequenceLayout] = []
+        # Those of deep copies of the module; a layout that is set holds for them too.
+        self._copies: weakref.WeakSet[AttentionBoundary] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(name=self.name, strategy=self.strategy, cp_mesh=self.cp_mesh)
         copied.intercepted, copied.earlier_implementation = self.intercepted, self.earlier_implementation
         copied.seam = self.seam
         copied._default_layout = self._default_layout
+        self._copies.add(copied)
         return copied
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -64,10 +69,20 @@ class AttentionBoundary:
                 f"{self.name}: a different layout was set while an earlier forward awaits its backward; recomputation "
                 "would read the wrong one. Run the backward first, or pass cp_layout as a keyword argument."
             )
+        if any(not unrepeated.equals(layout) for unrepeated in self._unrepeated):
+            raise LifecycleError(
+                f"{self.name}: a different layout was set while an earlier forward in training mode and without a "
+                "graph, as reentrant checkpointing runs it, has not been repeated; run the backward first, or pass "
+                "cp_layout as a keyword argument. If that forward was an evaluation, call model.eval() before it."
+            )
+        for copied in self._copies:
+            copied.check_layout(layout)
 
     def set_layout(self, layout: SequenceLayout) -> None:
         """Set the layout for forwards that are not given one."""
         self._default_layout = layout
+        for copied in self._copies:
+            copied.set_layout(layout)
 
     def with_layout(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a forward with the layout that was set, if they lack one."""
@@ -76,7 +91,7 @@ class AttentionBoundary:
         return kwargs
 
     @contextmanager
-    def forward_call(self, kwargs: dict[str, Any]) -> Iterator[None]:
+    def forward_call(self, kwargs: dict[str, Any], *, training: bool) -> Iterator[None]:
         """Surround one forward of the module: take its layout, and require exactly one attention call in it."""
         if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             raise InvalidInputError(
@@ -91,6 +106,8 @@ class AttentionBoundary:
             )
         given = kwargs.get(LAYOUT_KEYWORD)
         self._layout = self._default_layout if given is None else given
+        if given is None and self._layout is not None:
+            self._note_repetition(self._layout, training=training)
         self._num_calls = 0
         yield
         if self._num_calls != 1:
@@ -99,6 +116,14 @@ class AttentionBoundary:
                 f"{self._num_calls} times. What is seen are calls of {self.seam}, and no other attention; this module "
                 "needs a wrapper of its own."
             )
+
+    def _note_repetition(self, layout: SequenceLayout, *, training: bool) -> None:
+        if training and not torch.is_grad_enabled():
+            self._unrepeated.append(layout)
+        elif torch._C._current_graph_task_id() != -1:  # in a backward: what torch's own checkpoint asks
+            repeated = next((i for i, earlier in enumerate(self._unrepeated) if earlier.equals(layout)), None)
+            if repeated is not None:
+                del self._unrepeated[repeated]
 
     @property
     def layout(self) -> SequenceLayout:
@@ -138,6 +163,7 @@ class AttentionBoundary:
             q: `[B, N, L, D]` local queries.
             k, v: `[B, Nkv, L, D]` local keys and values.
         """
+        self._method.check_layout(self.layout, self.cp_mesh, layer=self.name)
         meta = AttentionMeta(layout=self.layout)  # what is asked of the scores shows at the call
         handoff = HandoffMeta(layer=self.name, attention_meta=meta)
         state = self._method.launch(q, k, v, cp_mesh=self.cp_mesh, handoff_meta=handoff)
@@ -184,8 +210,12 @@ class BoundaryForward:
         self._takes_layout = _takes_keyword(self._original, LAYOUT_KEYWORD)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._boundary.forward_call(kwargs):
+        with self._boundary.forward_call(kwargs, training=self._training):
             return self._original(*args, **self._own_keywords(kwargs))
+
+    @property
+    def _training(self) -> bool:
+        return bool(getattr(getattr(self._original, "__self__", None), "training", False))
 
     def _own_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments without the layout, where the module's forward does not take it."""

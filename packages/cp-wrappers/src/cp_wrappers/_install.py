@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from cp_collectives import agree, gather_objects, mesh_size
 from cp_core import (
@@ -21,6 +22,7 @@ from cp_core import (
 from ._boundaries import model_specs_in
 from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, detach
 from ._declaration import BoundaryPlan
+from ._entries import watch_entries
 from ._model_spec import BatchPrepare
 from ._one_rank import OneRank
 from ._registry import plain
@@ -77,6 +79,7 @@ class AppliedContextParallel:
     _adoption: "Adoption | None" = None
     # At cp size 1.
     _one_rank: OneRank | None = None
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def strategies(self) -> tuple[ContextParallelStrategy, ...]:
@@ -145,10 +148,12 @@ class AppliedContextParallel:
             detach(module)
         if self._adoption is not None:
             self._adoption.restore()
+        for hook in self._hooks:
+            hook.remove()
         if self._one_rank is not None:
             self._one_rank.remove()
         self.report, self._touched, self._adoption, self._batch_prepare_fns = (), [], None, ()
-        self._one_rank = None
+        self._one_rank, self._hooks = None, []
 
 
 def unwrapped(model: torch.nn.Module, cp_mesh: DeviceMesh | None) -> AppliedContextParallel:
@@ -251,6 +256,8 @@ def _install(
         forward = plan.module.__dict__["forward"] = _replacement(plan, boundary, meshes)
         applied._touched[-1] = _Touched(plan.module, before, forward)
         rows.append(_report_row(plan, boundary))
+    if applied._adoption is not None:
+        applied._hooks = watch_entries(model, [plan.module for plan in plans if plan.strategy is not None])
     applied.report = tuple(rows)
 
 

@@ -14,6 +14,7 @@ from cp_core import AllGatherStrategy, InvalidInputError, SequenceLayout
 from ._attention_settings import asks_config_for_attention, refuse_leading_pads
 from ._boundaries import find_attention_boundaries
 from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, attach, detach
+from ._entries import entries
 from ._forward_code import calls_sdpa
 from ._sdpa_forwards import SdpaForward
 
@@ -23,8 +24,7 @@ class OneRank:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        entries = [module for module in model.modules() if module is model or hasattr(module, "base_model_prefix")]
-        self._hooks = [module.register_forward_pre_hook(_with_attention_mask, with_kwargs=True) for module in entries]
+        self._hooks = [e.register_forward_pre_hook(_with_attention_mask, with_kwargs=True) for e in entries(model)]
         # Modules whose forward was replaced, each with its boundary and what stood on it before.
         self._wrapped: list[tuple[torch.nn.Module, AttentionBoundary, object | None]] = []
 

@@ -49,7 +49,7 @@ class SdpaForward(BoundaryForward):
         return self._run_alone(self, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._boundary.forward_call(kwargs):
+        with self._boundary.forward_call(kwargs, training=self._training):
             grad_enabled = torch.is_grad_enabled()
 
             def take(call: SdpaCall) -> torch.Tensor:
@@ -105,7 +105,7 @@ class QkvForward(SdpaForward):
         self._is_bidirectional = False
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._boundary.forward_call(kwargs):
+        with self._boundary.forward_call(kwargs, training=self._training):
             grad_enabled = torch.is_grad_enabled()
             given = inspect.signature(self._original).bind(*args, **self._own_keywords(kwargs))
             local = self._local_tensors(given)

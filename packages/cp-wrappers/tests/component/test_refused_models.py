@@ -16,7 +16,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from cp_core import ContextParallelError, UnsupportedError
+from cp_core import ContextParallelError, InvalidInputError, UnsupportedError
 from cp_wrappers import (
     MethodDeclaration,
     apply_context_parallel,
@@ -188,6 +188,37 @@ def forwards_that_are_refused() -> list[str]:
     except UnsupportedError as error:
         sentences.append(str(error))
     return sentences
+
+
+def calls_that_are_refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = LlamaForCausalLM(CONFIG_MAPPING["llama"](**SIZES))
+    applied = apply_context_parallel(model, mesh, {"*.self_attn": "sdpa_hf"})
+    ids = torch.arange(12).view(2, 6)
+    local = applied.shard_batch({"input_ids": ids, "labels": ids})
+    layout, shift_labels = local["cp_layout"], local.pop("shift_labels")
+    wrong: list[dict[str, Any]] = [
+        {"input_ids": local["input_ids"], "cp_layout": layout},
+        {**local, "labels": local["input_ids"]},
+    ]
+    sentences = []
+    for call in wrong:
+        for entry in (model, model.model) if "labels" not in call else (model,):
+            with pytest.raises(InvalidInputError) as refusal:
+                entry(**call)
+            sentences.append(str(refusal.value))
+    model(**local, labels=shift_labels, shift_labels=shift_labels)
+    model(local["input_ids"], None, local["position_ids"], cp_layout=layout)
+    applied.remove()
+    model(input_ids=ids, labels=ids)
+    return sentences
+
+
+def test_a_call_without_positions_or_with_unshifted_labels_is_refused(worlds: Any) -> None:
+    for positions, of_the_base, labels in worlds(2).run(calls_that_are_refused):
+        assert positions.startswith("LlamaForCausalLM was called with a cp_layout but no position_ids, which it would")
+        assert of_the_base.startswith("LlamaModel was called with a cp_layout but no position_ids")
+        assert labels.startswith("LlamaForCausalLM was called with labels, which it would shift on this rank's shard")
 
 
 @pytest.mark.parametrize("cp_size", [1, 2], ids="C{}".format)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_core._strategy
 from cp_collectives import CollectiveTrace, check_no_pending
 from cp_collectives.testing import RankFailed
-from cp_core import shard_batch_for_cp, unshard_sequence
+from cp_core import LifecycleError, shard_batch_for_cp, unshard_sequence
 from cp_wrappers import MethodDeclaration, apply_context_parallel
 
 WIDTH, NUM_HEADS, HEAD_DIM, NUM_TOKENS, NUM_LAYERS = 32, 4, 8, 64, 2
@@ -837,3 +837,45 @@ def test_pads_are_hidden_also_where_nothing_else_is_wrapped(
 def test_the_comparison_finds_pads_that_are_attended(worlds: Any, kind: Kind) -> None:
     for broken in worlds(2).run(compare_padded, kind, 13, ((3, 0), (8, 0)), True):
         assert any("gradient" in violation for violation in broken)
+
+
+def two_batches_before_their_backward(checkpointing: str, same: bool) -> str:
+    mesh, model = cp_mesh(), make_model(Kind(), checkpointing=checkpointing)
+    applied = apply_context_parallel(model, mesh, Kind().declarations)
+    losses = []
+    for left in (2, 2 if same else 5):
+        local = applied.shard_batch({"input_ids": tokens(12), "attention_mask": torch.arange(12).expand(2, 12) >= left})
+        try:
+            applied.set_layout(local["cp_layout"])
+        except LifecycleError as error:
+            return str(error)
+        losses.append(model(local["input_ids"], local["position_ids"]).sum())
+    sum(losses).backward()
+    for left in (3, 4):  # and nothing is left over for the next steps
+        local = applied.shard_batch({"input_ids": tokens(12), "attention_mask": torch.arange(12).expand(2, 12) >= left})
+        applied.set_layout(local["cp_layout"])
+        model(local["input_ids"], local["position_ids"]).sum().backward()
+    return "taken"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_another_layout_before_the_backward_is_refused_whatever_the_checkpointing(
+    worlds: Any, checkpointing: str
+) -> None:
+    assert worlds(2).run(two_batches_before_their_backward, checkpointing, True) == ["taken"] * 2
+    for sentence in worlds(2).run(two_batches_before_their_backward, checkpointing, False):
+        assert "layers.0.attn: a different layout was set while an earlier forward" in sentence
+
+
+def copy_follows_the_layout() -> bool:
+    mesh, model = cp_mesh(), make_model(Kind())
+    applied = apply_context_parallel(model, mesh, Kind().declarations)
+    logits_of(model, applied, mesh, 13)
+    copied = copy.deepcopy(model)
+    return all(
+        close(logits_of(one, applied, mesh, 14), plain_logits(make_model(Kind()), 14)) for one in (model, copied)
+    )
+
+
+def test_a_copy_gets_the_layout_that_is_set_later(worlds: Any) -> None:
+    assert worlds(2).run(copy_follows_the_layout) == [True] * 2
