@@ -1,6 +1,6 @@
 """The bytes of a tensor: which other tensors share them, whether they changed, and what marks them as not there yet.
 
-All of it goes unseen by dispatch modes, and all but `poison` by autograd's version counters.
+All of it goes unseen by dispatch modes; what it writes counts for autograd as a write to the tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with _unseen():
-            self._versioned = _plain(tensor).detach()
-            self._tensor = _plain(tensor).data  # an alias with a version counter of its own
+            self._tensor = _plain(tensor).detach()
         self._storage = self._tensor.untyped_storage()
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
@@ -53,9 +52,9 @@ class Memory:
             self._tensor.copy_(other._tensor)
 
     def poison(self) -> None:
-        """Fill it with what no program takes for data; for autograd, as a write to the tensor itself."""
+        """Fill it with what no program takes for data."""
         with _unseen(), torch.inference_mode(self._tensor.is_inference()):
-            self._versioned.fill_(poison_of(self._tensor.dtype))
+            self._tensor.fill_(poison_of(self._tensor.dtype))
 
     def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it as a tensor on the device of `tensor`, the stand-in's included."""

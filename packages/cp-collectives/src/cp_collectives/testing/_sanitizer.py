@@ -138,7 +138,7 @@ class _LentBuffers:
 
     @torch._disable_dynamo
     def launched(self) -> None:
-        self._own_output.poison()  # a write at the launch, as autograd sees it from the backend too
+        self._own_output.poison()
         self._in_flight[id(self)] = self
 
     @torch._disable_dynamo
