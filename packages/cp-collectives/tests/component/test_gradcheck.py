@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_collectives import all_gather_sequence, flex_cp_allgather, launch_all_gather
+from cp_collectives.testing import mean_gradient_over_ranks
 
 Collective = Callable[[torch.Tensor, torch.Tensor, DeviceMesh], tuple[torch.Tensor, ...]]
 
@@ -26,20 +27,6 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
-class _MeanOverRanks(torch.autograd.Function):
-    """Identity whose gradient is the mean over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        gradient = gradients[0].clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-
 def jacobian_is_right(name: str, broken: bool) -> bool:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +36,7 @@ def jacobian_is_right(name: str, broken: bool) -> bool:
     )
 
     def gathered(all_k: torch.Tensor, all_v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        local = (_MeanOverRanks.apply(stacked)[dist.get_rank()] for stacked in (all_k, all_v))
+        local = (mean_gradient_over_ranks(stacked)[dist.get_rank()] for stacked in (all_k, all_v))
         outputs = COLLECTIVES[name](*local, mesh)
         return tuple(output + broken * output.detach() for output in outputs)
 

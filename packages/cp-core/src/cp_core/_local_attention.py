@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ._meta import AttentionMeta
 from ._query_runs import KeyBlock, QueryRun, query_runs
-from .kernels import AttendedBlock, BlockKernel, block_kernel
+from .kernels import AttendedBlock, BlockKernel, accumulation_dtype, block_kernel
 
 Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -111,7 +111,7 @@ def _attend(
     if len(pieces) == 1 and pieces[0][0].shape == q.shape:
         return pieces[0]
     output = q.new_zeros(q.shape)
-    logsumexp = q.new_zeros(q.shape[:3], dtype=_wide_dtype(q))
+    logsumexp = q.new_zeros(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for run, (piece, piece_logsumexp) in zip(attention.runs, pieces, strict=True):
         output[run.batch, :, run.rows] = piece
         logsumexp[run.batch, :, run.rows] = piece_logsumexp
@@ -137,7 +137,7 @@ def _merged(blocks: list[AttendedBlock]) -> tuple[torch.Tensor, torch.Tensor]:
     if len(blocks) == 1:
         return first.output, first.logsumexp
     logsumexp = torch.stack([block.logsumexp for block in blocks]).logsumexp(0)
-    output = torch.zeros_like(first.output, dtype=_wide_dtype(first.output))
+    output = torch.zeros_like(first.output, dtype=accumulation_dtype(first.output.dtype))
     for block in blocks:
         output.addcmul_(block.output, (block.logsumexp - logsumexp).exp().unsqueeze(-1))
     return output.to(first.output.dtype), logsumexp
@@ -148,7 +148,9 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dQ, dK and dV of all runs."""
     dq = torch.zeros_like(whole.q)
-    dtype = _wide_dtype(whole.k) if _overlap(attention.runs) else whole.k.dtype  # added up in 16 bit they lose bits
+    dtype = (
+        accumulation_dtype(whole.k.dtype) if _overlap(attention.runs) else whole.k.dtype
+    )  # added up in 16 bit they lose bits
     dk, dv = (torch.zeros_like(keys, dtype=dtype) for keys in (whole.k, whole.v))
     for run in attention.runs:
         queries = (run.batch, slice(None), run.rows)
@@ -166,7 +168,7 @@ def _attend_run_backward(
     into: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return dQ of one run, in fp32 or wider, and add its dK and dV `into` those of the whole sequence."""
-    query_gradient = torch.zeros_like(whole.q, dtype=_wide_dtype(whole.q))
+    query_gradient = torch.zeros_like(whole.q, dtype=accumulation_dtype(whole.q.dtype))
     for block in run.blocks:
         part = whole._replace(k=_keys(whole.k, run, block), v=_keys(whole.v, run, block))
         dq, dk, dv = attention.kernel.backward(grad, part, visible=block.visible, scale=attention.scale)
@@ -199,7 +201,3 @@ def _sink_gradient(
 ) -> torch.Tensor:
     share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()  # of each softmax that went to the sink
     return -(share * (grad.to(share.dtype) * output).sum(-1)).sum((0, 2)).to(sinks.dtype)
-
-
-def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,9 +115,9 @@ def mean_global_loss(
     )
 
 
-def _integer(valid_tokens: object) -> tuple[int, str | None]:
+def _integer(valid_tokens: SupportsIndex) -> tuple[int, str | None]:
     try:
-        return operator.index(valid_tokens), None  # type: ignore[arg-type]
+        return operator.index(valid_tokens), None
     except TypeError:
         return 0, (
             f"local_valid_tokens must be an integer count of labels, but got {valid_tokens!r}; the sum of loss weights "

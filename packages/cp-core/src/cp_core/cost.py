@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
 
-import torch
-
 from cp_collectives import UnsupportedError
 
 from ._all_gather import AllGatherStrategy
 from ._layout import SequenceLayout
 from ._meta import AttentionShape
 from ._query_runs import KeyBlock, QueryRun, query_runs
-from .kernels import block_kernel
+from .kernels import accumulation_dtype, block_kernel
 
 # Multiply and add of two matrix products forward; five products backward (FlashAttention-2, arXiv:2307.08691, 4.1).
 _FORWARD_FLOPS_PER_ENTRY = 4
@@ -80,14 +78,14 @@ def _all_gather_cost(
     local_elements = 2 * batch_size * shape.num_kv_heads * shape.head_dim * layout.local_length
     travelling = local_elements * (cp_size - 1) * shape.dtype.itemsize
     messages = 0 if cp_size == 1 else 1
-    regathers = 2 if strategy.backward_kv == "regathered" else 1
+    per_backward = 2 if strategy.backward_kv == "regathered" else 1
     runs = query_runs(layout, causal=causal, window=shape.window)
     scored = _scored_entries(shape, runs, batch_size=batch_size)
     return AttentionCost(
         forward_messages=messages,
-        backward_messages=messages * regathers,
+        backward_messages=messages * per_backward,
         forward_bytes=travelling,
-        backward_bytes=travelling * regathers,
+        backward_bytes=travelling * per_backward,
         scored_entries=scored,
         visible_entries=_visible_entries(shape, runs, batch_size=batch_size),
         forward_flops=_FORWARD_FLOPS_PER_ENTRY * shape.head_dim * scored,
@@ -102,7 +100,7 @@ def _saved_bytes(strategy: AllGatherStrategy, shape: AttentionShape, layout: Seq
     kept_length = layout.padded_length if strategy.backward_kv == "saved" else layout.local_length
     key_rows = batch_size * shape.num_kv_heads * kept_length
     elements = 2 * (rows + key_rows) * shape.head_dim
-    logsumexp_itemsize = torch.promote_types(shape.dtype, torch.float32).itemsize
+    logsumexp_itemsize = accumulation_dtype(shape.dtype).itemsize
     return elements * shape.dtype.itemsize + rows * logsumexp_itemsize
 
 

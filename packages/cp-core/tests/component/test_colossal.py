@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from cp_collectives import CollectiveTrace, all_reduce_sum, check_no_pending
+from cp_collectives.testing import mean_gradient_over_ranks
 from cp_core import (
     AllGatherStrategy,
     AttentionMeta,
@@ -41,7 +42,7 @@ class Case(NamedTuple):
     causal: bool = True
     window: int | None = None
     sinks: bool = False
-    backward_kv: str = "saved"
+    backward_kv: Any = "saved"
 
 
 CASES = {
@@ -118,7 +119,7 @@ def violations(case: Case) -> list[str]:
     local = {name: shard_of(tensor, layout) for name, tensor in whole.items()}
     local_sinks = None if sinks is None else sinks.detach().requires_grad_()
     meta = AttentionMeta(layout=layout, causal=case.causal, window=case.window, sinks=local_sinks)
-    output = AllGatherStrategy(backward_kv=case.backward_kv).attention(  # type: ignore[arg-type]
+    output = AllGatherStrategy(backward_kv=case.backward_kv).attention(
         *local.values(), cp_mesh=mesh, attention_meta=meta, layer="attention"
     )
     output.backward(shard_of(grad, layout).detach())
@@ -199,27 +200,13 @@ def test_what_is_kept_for_backward_is_what_the_cost_model_says(worlds: Any, back
         assert found == expected
 
 
-class _MeanOverRanks(torch.autograd.Function):
-    """Identity whose gradient is the mean over ranks: all of them differentiate the same global function."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        gradient = gradients[0].clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-
 def attention_jacobian_is_right(case: Case) -> bool:
     mesh = cp_mesh()
     layout = make_layout(case, mesh)
-    strategy = AllGatherStrategy(backward_kv=case.backward_kv)  # type: ignore[arg-type]
+    strategy = AllGatherStrategy(backward_kv=case.backward_kv)
 
     def attend(*whole: torch.Tensor) -> torch.Tensor:
-        local = (_MeanOverRanks.apply(tensor)[:, :, layout.global_index] for tensor in whole)
+        local = (mean_gradient_over_ranks(tensor)[:, :, layout.global_index] for tensor in whole)
         meta = AttentionMeta(layout=layout, causal=case.causal, window=case.window)
         output = strategy.attention(*local, cp_mesh=mesh, attention_meta=meta)
         return unshard_sequence(output, 2, mesh, layout)

@@ -20,7 +20,8 @@ def positions_of(mask: list[list[int]], given: torch.Tensor | None, **options: A
     found = shard_batch_for_cp(batch, None, **options)["position_ids"]
     assert found.dtype == torch.int64
     assert found.is_contiguous()
-    return found.tolist()  # type: ignore[no-any-return]
+    positions: list[list[int]] = found.tolist()
+    return positions
 
 
 @pytest.mark.parametrize(

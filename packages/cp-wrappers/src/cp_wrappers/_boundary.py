@@ -272,6 +272,14 @@ def detach(module: torch.nn.Module) -> None:
     module.__dict__.pop(_ATTRIBUTE, None)
 
 
+def restore_forward(module: torch.nn.Module, earlier: object | None) -> None:
+    """Give a module the forward back that stood on it before, None for its class's own, and take its boundary off."""
+    module.__dict__.pop("forward", None)
+    if earlier is not None:
+        module.__dict__["forward"] = earlier
+    detach(module)
+
+
 class _Awaiting:
     """Lives as long as the autograd graph of one forward, and knows when its backward has run."""
 

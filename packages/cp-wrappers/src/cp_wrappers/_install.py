@@ -20,7 +20,7 @@ from cp_core import (
 )
 
 from ._boundaries import model_specs_in
-from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, detach
+from ._boundary import AttentionBoundary, BoundaryForward, ForeignForward, attach, boundary_of, restore_forward
 from ._declaration import BoundaryPlan
 from ._entries import watch_entries
 from ._model_spec import BatchPrepare
@@ -142,10 +142,7 @@ class AppliedContextParallel:
 
     def _undo(self) -> None:
         for module, earlier, _ in reversed(self._touched):
-            module.__dict__.pop("forward", None)
-            if earlier is not None:
-                module.__dict__["forward"] = earlier
-            detach(module)
+            restore_forward(module, earlier)
         if self._adoption is not None:
             self._adoption.restore()
         for hook in self._hooks:

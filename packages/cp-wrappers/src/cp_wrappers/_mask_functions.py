@@ -13,6 +13,11 @@ import torch
 MaskFunction = Callable[..., Any]
 
 _MODULE = "transformers.masking_utils"
+_CAUSAL = (
+    {"causal_mask_function"},
+    {"causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"},
+)
+_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"
 
 
 def is_plainly_causal(mask_function: MaskFunction) -> bool:
@@ -22,14 +27,10 @@ def is_plainly_causal(mask_function: MaskFunction) -> bool:
     before the real ones count up, which transformers takes for documents of one token.
     """
     parts = {_name(part): part for part in _parts(mask_function)}
-    packed = parts.pop("packed_sequence_mask_function.<locals>.inner_mask", None)
-    return set(parts) in _CAUSAL and (packed is None or _holds_leading_pads_only(_nonlocal(packed)))
-
-
-_CAUSAL = (
-    {"causal_mask_function"},
-    {"causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"},
-)
+    packed = parts.pop(_DOCUMENTS, None)
+    if set(parts) not in _CAUSAL:
+        return False
+    return packed is None or _holds_leading_pads_only(_nonlocals(packed)["packed_sequence_mask"])
 
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
@@ -52,11 +53,6 @@ def _name(function: MaskFunction) -> str | None:
 
 def _nonlocals(function: MaskFunction) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals)
-
-
-def _nonlocal(function: MaskFunction) -> torch.Tensor:
-    tensor: torch.Tensor = _nonlocals(function)["packed_sequence_mask"]
-    return tensor
 
 
 def _holds_leading_pads_only(documents: torch.Tensor) -> bool:

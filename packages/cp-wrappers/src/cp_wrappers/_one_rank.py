@@ -13,7 +13,7 @@ from cp_core import AllGatherStrategy, InvalidInputError, SequenceLayout
 
 from ._attention_settings import asks_config_for_attention, refuse_leading_pads
 from ._boundaries import find_attention_boundaries
-from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, attach, detach
+from ._boundary import LAYOUT_KEYWORD, AttentionBoundary, attach, restore_forward
 from ._entries import entries
 from ._forward_code import calls_sdpa
 from ._sdpa_forwards import SdpaForward
@@ -48,10 +48,7 @@ class OneRank:
         for hook in self._hooks:
             hook.remove()
         for module, _, earlier in self._wrapped:
-            module.__dict__.pop("forward", None)
-            if earlier is not None:
-                module.__dict__["forward"] = earlier
-            detach(module)
+            restore_forward(module, earlier)
         self._hooks, self._wrapped = [], []
 
     def _wrap(self) -> None:

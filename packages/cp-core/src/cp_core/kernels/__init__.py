@@ -10,13 +10,13 @@ import torch
 
 from cp_collectives import UnsupportedError
 
-from ._block import AttendedBlock, BlockKernel, Visible
+from ._block import AttendedBlock, BlockKernel, Visible, accumulation_dtype
 from ._cpu_flash import CpuFlash
 from ._cuda_efficient import CudaEfficient
 from ._cuda_flash import CudaFlash
 from ._math import MathBlock
 
-__all__ = ["AttendedBlock", "BlockKernel", "Visible", "block_kernel"]
+__all__ = ["AttendedBlock", "BlockKernel", "Visible", "accumulation_dtype", "block_kernel"]
 
 # NPU is not here: its kernel has a place (`SquareKernel`) and has to be written where one can run it.
 _KERNELS: Mapping[str, Mapping[torch.dtype, BlockKernel]] = MappingProxyType(
