@@ -13,7 +13,7 @@ from ._ledger import check_no_pending
 from ._mesh import mesh_rank, mesh_size
 from ._pending import PendingCollective
 from ._platform import Platform, current_platform
-from ._reduce import all_reduce_sum
+from ._reduce import all_reduce_max, all_reduce_sum
 from ._trace import CollectiveRecord, CollectiveTrace
 
 __version__ = version("cp-collectives")
@@ -32,6 +32,7 @@ __all__ = [
     "UnsupportedError",
     "agree",
     "all_gather_sequence",
+    "all_reduce_max",
     "all_reduce_sum",
     "check_no_pending",
     "current_platform",

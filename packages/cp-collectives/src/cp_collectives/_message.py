@@ -13,7 +13,7 @@ from ._mesh import mesh_name
 from ._trace import CollectiveRecord, Phase, now, record_launch
 from ._watch import MessageBuffers, watchers
 
-Operation = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+Operation = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "all_reduce_max"]
 
 
 class Message:
@@ -101,7 +101,7 @@ class Message:
 
 def _bytes_received(op: Operation, output: torch.Tensor, num_ranks: int) -> int:
     total = output.numel() * output.element_size()
-    if op == "all_reduce":  # a reduce-scatter and a gather of the same bytes
+    if op in ("all_reduce", "all_reduce_max"):  # a reduce-scatter and a gather of the same bytes
         return 2 * total * (num_ranks - 1) // num_ranks
     if op == "reduce_scatter":
         return total * (num_ranks - 1)
@@ -117,7 +117,8 @@ def _launch(op: Operation, output: torch.Tensor, input: torch.Tensor, group: dis
     elif op == "reduce_scatter":
         work = dist.reduce_scatter_single(output, input, group=group, async_op=True)
     else:  # in place: output and input are one tensor
-        work = dist.all_reduce(output, group=group, async_op=True)
+        operation = dist.ReduceOp.MAX if op == "all_reduce_max" else dist.ReduceOp.SUM
+        work = dist.all_reduce(output, operation, group=group, async_op=True)
     if work is None:
         raise AssertionError(f"{op} returned no handle: this process is not in the group, or launches are coalesced.")
     return work

@@ -1,4 +1,4 @@
-"""Sums over ranks that need no gradient: parameter gradients and logged values."""
+"""Sums and maxima over ranks that need no gradient: parameter gradients, their norms and logged values."""
 
 from collections.abc import Sequence
 
@@ -28,3 +28,17 @@ def all_reduce_sum(tensors: Sequence[torch.Tensor], *, mesh: DeviceMesh | None) 
     sums = flat.split([tensor.numel() for tensor in tensors])
     for tensor, total in zip(tensors, sums, strict=True):
         tensor.detach().copy_(total.view_as(tensor))
+
+
+def all_reduce_max(tensor: torch.Tensor, *, mesh: DeviceMesh | None) -> None:
+    """Take the elementwise maximum of a tensor over a 1-D mesh, in place.
+
+    Args:
+        tensor: Contiguous, of one shape and dtype on every rank.
+        mesh: 1-D mesh. None or one rank: nothing to do.
+
+    Backward: none; gradients do not flow through it.
+    """
+    if group_of(mesh) is None or mesh is None:
+        return
+    Message("all_reduce_max", tensor, tensor, mesh=mesh, layer=None, phase="forward").wait()

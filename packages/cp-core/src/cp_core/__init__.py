@@ -2,7 +2,7 @@
 
 Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_query_runs`, `_meta`, `_digest`, `_documents`,
 `_padding`, `_positions`, `_labels`, `_batch_fields`, `_batch`, `_local_attention`, `_strategy`, `_all_gather`, `_loss`,
-`_gradients`, `cost`.
+`_gradients`, `_grad_norm`, `cost`.
 Errors and `flex_cp_allgather` come from `cp_collectives`.
 """
 
@@ -21,7 +21,8 @@ from . import cost
 from ._all_gather import AllGatherStrategy
 from ._batch import sequence_multiple, shard_batch_for_cp, unshard_sequence
 from ._digest import tensor_digest
-from ._gradients import clip_grad_norm, sum_gradients
+from ._grad_norm import clip_grad_norm
+from ._gradients import sum_gradients
 from ._launch_state import LaunchState
 from ._layout import Chunk, SequenceLayout
 from ._local_attention import local_attention

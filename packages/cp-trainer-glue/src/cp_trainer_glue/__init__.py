@@ -2,7 +2,8 @@
 
 Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_structure`, `_mesh`, `_plan`, `_resolver`,
 `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
-`_text`, `_data`, `_loss`, `_optimizer`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_worker`,
+`_text`, `_data`, `_loss`, `_optimizer`, `_blocks`, `_recomputation`, `_compilation`,
+`_sharded_parameters`, `_gradient_domain`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_worker`,
 `_launcher`, `cli`.
 """
 
@@ -17,7 +18,7 @@ from ._plan import ModuleShardingSpec, ShardingPlan
 from ._plan_report import PlanReport, plan_report
 from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
-from ._trainer import BaseTrainer, StepResult, TextTrainer
+from ._trainer import BaseTrainer, StepResult, TextTrainer, Window
 from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")
@@ -39,6 +40,7 @@ __all__ = [
     "StepResult",
     "TextTrainer",
     "TrainerConfig",
+    "Window",
     "apply_sharding_plan",
     "inspect_config",
     "load_config",

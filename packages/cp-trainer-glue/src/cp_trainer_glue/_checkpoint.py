@@ -144,6 +144,7 @@ def _identity(config: TrainerConfig) -> dict[str, Any]:
     training = config.training
     return {
         "layout": config.accelerator.model_dump(),
+        "fsdp": None if config.fsdp_config is None else config.fsdp_config.model_dump(),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
         "batch": {

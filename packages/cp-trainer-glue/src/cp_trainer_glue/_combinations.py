@@ -28,6 +28,8 @@ def combination_faults(sections: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _exactly_one("data", source=data.source, files=data.files)
     if accelerator is not None:
         yield from _accelerator_faults(accelerator)
+    if training is not None:
+        yield from _recomputation_faults(training)
     if training is not None and accelerator is not None:
         yield from _batch_faults(training, accelerator)
     if model is not None and accelerator is not None:
@@ -113,16 +115,19 @@ def _accelerator_faults(accelerator: AcceleratorConfig) -> Iterator[Finding]:
         if size != 1:
             message = f"accelerator.{name}: {size} is not supported in this version; {instead}."
             yield message, _setting(f"accelerator.{name}", 1)
-    if accelerator.dp_shard_size != 1:
-        message = (
-            f"accelerator.dp_shard_size: {accelerator.dp_shard_size} is not supported in this version; use "
-            "dp_replicate_size."
-        )
-        yield message, _moved_to_replicate(accelerator)
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(accelerator, name):
             message = f"accelerator.{name}: needs tensor parallelism, which this version does not have; leave it false."
             yield message, _setting(f"accelerator.{name}", False)
+
+
+def _recomputation_faults(training: TrainingConfig) -> Iterator[Finding]:
+    if training.checkpoint_reentrant and training.activation_checkpoint != "full":
+        yield (
+            f"training.checkpoint_reentrant: activation_checkpoint is {training.activation_checkpoint}, and reentrant "
+            "recomputation is of whole blocks only; use activation_checkpoint: full, or leave it false.",
+            _setting("training.checkpoint_reentrant", False),
+        )
 
 
 def _batch_faults(training: TrainingConfig, accelerator: AcceleratorConfig) -> Iterator[Finding]:
@@ -155,12 +160,5 @@ def _setting(place: str, value: object) -> Repair:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-
-    return repair
-
-
-def _moved_to_replicate(accelerator: AcceleratorConfig) -> Repair:
-    def repair(content: dict[str, Any]) -> None:
-        content["accelerator"] |= {"dp_shard_size": 1, "dp_replicate_size": accelerator.dp_size}
 
     return repair

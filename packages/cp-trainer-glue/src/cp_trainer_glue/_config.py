@@ -61,7 +61,24 @@ class TrainingConfig(Section):
     micro_batch_size: Count = 1
     max_grad_norm: Annotated[Number, Field(gt=0)] = 1.0
     seed: Quantity = 42
-    activation_checkpoint: Literal["none", "full"] = "none"
+    # "full" recomputes each transformer block in backward, "attention" each attention only.
+    activation_checkpoint: Literal["none", "full", "attention"] = "none"
+    # The older form of recomputation, which torch keeps for models that need it; with "full" only.
+    checkpoint_reentrant: Switch = False
+    # "layers" compiles each transformer block by itself; attention stays outside.
+    compile: Literal["none", "layers"] = "none"
+    compile_backend: Text = "inductor"
+
+
+class FsdpConfig(Section):
+    """Sharded parameters, gradients and optimizer states (FSDP2): over data-parallel shards and context parallel."""
+
+    # Dtype of the gathered parameters and of the computation; None is the model's.
+    param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # Dtype in which gradients are summed over ranks, on every axis; None is `param_dtype`.
+    reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    # Frees gathered parameters between forward and backward.
+    reshard_after_forward: Switch = True
 
 
 class OptimizerConfig(Section):
@@ -134,7 +151,16 @@ class TrainerConfig(Section):
     lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     accelerator: AcceleratorConfig = AcceleratorConfig()
+    # Left out, parameters are replicated, unless dp_shard_size asks for shards.
+    fsdp: FsdpConfig | None = None
     plan_overrides: tuple[PlanOverride, ...] = ()
+
+    @property
+    def fsdp_config(self) -> FsdpConfig | None:
+        """How parameters are sharded over `dp_shard x cp`; None where they are replicated."""
+        if self.fsdp is None and self.accelerator.dp_shard_size > 1:
+            return FsdpConfig()
+        return self.fsdp
 
     @property
     def accumulation_steps(self) -> int:

@@ -27,6 +27,13 @@ class MeshContext:
     cp_mesh: DeviceMesh
     # Ranks that hold different tokens: data and context parallel in one axis.
     dp_cp_mesh: DeviceMesh
+    # Ranks that hold copies or shards of one computation.
+    tp_mesh: DeviceMesh
+    # Ranks that must be given the same global batch: context and tensor parallel in one axis.
+    same_data_mesh: DeviceMesh
+    # Ranks over which FSDP shards parameters: dp_shard and cp in one axis; before it dp_replicate, if there is more
+    # than one replica.
+    fsdp_mesh: DeviceMesh
     device: torch.device
     dp_rank: int
     dp_size: int
@@ -62,7 +69,16 @@ class MeshContext:
             world_mesh=init_device_mesh(platform.device_type, (world_size,), mesh_dim_names=("world",)),
             cp_mesh=mesh["cp"],
             dp_cp_mesh=mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+            tp_mesh=mesh["tp"],
+            same_data_mesh=mesh["cp", "tp"]._flatten("cp_tp"),
+            fsdp_mesh=_fsdp_mesh(mesh, num_replicas=accelerator.dp_replicate_size),
             device=device,
             dp_rank=dp_replicate_rank * accelerator.dp_shard_size + dp_shard_rank,
             dp_size=accelerator.dp_size,
         )
+
+
+def _fsdp_mesh(mesh: DeviceMesh, *, num_replicas: int) -> DeviceMesh:
+    """Return the mesh for FSDP; never `(dp_shard, cp)`, which FSDP would read as replicas of shards."""
+    shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return shards if num_replicas == 1 else mesh["dp_replicate", "dp_shard_cp"]

@@ -11,24 +11,22 @@ import torch
 import torch.distributed as dist
 
 from cp_collectives import CollectiveTrace, Platform, check_no_pending, gather_objects
-from cp_core import (
-    GlobalLoss,
-    clip_grad_norm,
-    count_valid_tokens,
-    mean_global_loss,
-    sum_gradients,
-)
+from cp_core import GlobalLoss, InvalidInputError, count_valid_tokens, mean_global_loss
 
 from ._applier import apply_plan
 from ._checkpoint import Checkpoints
+from ._compilation import compile_blocks
 from ._config import TrainerConfig
 from ._data import Batch, BatchStream, load_blocks
+from ._gradient_domain import GradientDomain
 from ._loss import token_loss_sum
 from ._mesh import MeshContext
 from ._metrics import MetricsFile, StepMetrics
 from ._model import HyperAutoModel, require_equal_parameters, require_vocabulary
 from ._optimizer import make_optimizer, make_scheduler
 from ._progress import Reporter
+from ._recomputation import checkpoint_activations
+from ._sharded_parameters import shard_parameters
 from ._stop import StopRequest
 from ._tokenizer import make_tokenizer
 
@@ -46,11 +44,23 @@ class StepResult:
     grad_norm: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """The micro-batches of one optimizer step, fetched before its first backward: all their tokens weigh each."""
+
+    # This rank's shards, as `shard_batch` returns them, on the host.
+    batches: tuple[dict[str, Any], ...]
+    # Labels of each shard.
+    counts: tuple[int, ...]
+    # Labels of all shards of all ranks.
+    valid_tokens: int
+
+
 class BaseTrainer:
     """Trains a model by a config; a subclass says what model, what data and what loss.
 
-    Construct it on every rank, with the default process group up. The order of the parts is fixed: model, declared
-    context parallelism, activation checkpointing, optimizer.
+    Construct it on every rank, with the default process group up. The order of the parts is fixed: model, tensor
+    parallelism, declared context parallelism, activation checkpointing, compile, FSDP, optimizer.
 
     Args:
         config: The run.
@@ -70,7 +80,11 @@ class BaseTrainer:
         require_equal_parameters(self.model, self.meshes.world_mesh)
         self.applied = apply_plan(self.model, config, self.meshes)
         self.model.train()
-        self._checkpoint_activations()
+        checkpoint_activations(self.model, config.training)
+        compile_blocks(self.model, config.training)
+        if config.fsdp_config is not None:
+            shard_parameters(self.model, self.meshes.fsdp_mesh, config.fsdp_config)
+        self.gradients = GradientDomain(self.model, self.meshes)
         self.optimizer = make_optimizer(config.optimizer, self.model)
         self.scheduler = make_scheduler(config.lr_scheduler, self.optimizer, config.training.train_iters)
         self.checkpoints = Checkpoints(
@@ -101,23 +115,48 @@ class BaseTrainer:
         raise NotImplementedError("a trainer says what its loss is: override compute_loss_sum.")
 
     def train_step(self) -> StepResult:
-        """Make one optimizer step over a window of micro-batches.
+        """Make one optimizer step over a window of micro-batches."""
+        window = self.next_window()
+        loss = self.accumulate(window)
+        self.reduce_gradients()
+        grad_norm = self.clip_gradients()
+        self.update()
+        return StepResult(loss=loss, valid_tokens=window.valid_tokens, grad_norm=grad_norm)
 
-        The window is fetched before its first backward, so that each micro-batch is weighed by the valid tokens of all.
-        """
-        window = [self._shard(next(self._stream_iterator())) for _ in range(self.config.accumulation_steps)]
-        counts = [count_valid_tokens(batch["shift_labels"]) for batch in window]
-        window_valid_tokens = sum(gather_objects(sum(counts), mesh=self.meshes.dp_cp_mesh))
+    def next_window(self) -> Window:
+        """Fetch and shard the micro-batches of the next step."""
+        batches = tuple(self._shard(next(self._stream_iterator())) for _ in range(self.config.accumulation_steps))
+        counts = tuple(count_valid_tokens(batch["shift_labels"]) for batch in batches)
+        valid_tokens = sum(gather_objects(sum(counts), mesh=self.meshes.dp_cp_mesh))
+        return Window(batches=batches, counts=counts, valid_tokens=valid_tokens)
+
+    def accumulate(self, window: Window) -> torch.Tensor:
+        """Run forward and backward of each micro-batch; return the mean loss over the window's valid tokens, 0-d."""
         logged = torch.zeros((), device=self.meshes.device)
-        for batch, count in zip(window, counts, strict=True):
-            loss = self._backward(batch, count, window_valid_tokens)
-            logged = logged + loss.logged
-        sum_gradients(self.model.parameters(), self.meshes.dp_cp_mesh)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_grad_norm)
+        last = len(window.batches) - 1
+        for index, (batch, count) in enumerate(zip(window.batches, window.counts, strict=True)):
+            self.gradients.will_reduce(index == last)
+            logged = logged + self._backward(batch, count, window.valid_tokens).logged
+        return logged
+
+    def reduce_gradients(self) -> None:
+        """Make each gradient that of the whole window, on all ranks."""
+        self.gradients.reduce()
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Scale gradients down to `max_grad_norm`; return the norm before, 0-d."""
+        return self.gradients.clip(self.config.training.max_grad_norm)
+
+    def update(self) -> None:
+        """Step the optimizer and the schedule, and drop the gradients.
+
+        Raises:
+            InvalidInputError: If a trainable parameter is not the optimizer's.
+        """
+        self._require_optimized()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=logged, valid_tokens=window_valid_tokens, grad_norm=grad_norm)
 
     def train(self) -> bool:
         """Train to `train_iters`, from the newest checkpoint if there is one.
@@ -166,7 +205,7 @@ class BaseTrainer:
             self.compute_loss_sum(local, shift_labels),
             count,
             dp_cp_mesh=self.meshes.dp_cp_mesh,
-            grad_average_degree=1,  # sum_gradients sums
+            grad_average_degree=1,  # every domain sums
             window_valid_tokens=window_valid_tokens,
         )
         loss.backward.backward()
@@ -201,9 +240,14 @@ class BaseTrainer:
             return None
         return MetricsFile(Path(self.config.output_dir) / "metrics.jsonl", last_step=last_step)
 
-    def _checkpoint_activations(self) -> None:
-        if self.config.training.activation_checkpoint == "full":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    def _require_optimized(self) -> None:
+        known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        lacking = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]
+        if lacking:
+            raise InvalidInputError(
+                f"{len(lacking)} trainable parameters are not the optimizer's, first {lacking[0]}; add parameters in "
+                "build_model, before the optimizer is made, or freeze them."
+            )
 
     def _summary(self, first: int) -> dict[str, str]:
         axes = self.config.accelerator

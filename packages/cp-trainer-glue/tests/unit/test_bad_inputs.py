@@ -155,9 +155,10 @@ CASES: dict[str, Case] = {
     "tp": Case(
         {"accelerator.tp_size": 2}, ("accelerator.tp_size: 2 is not supported in this version; leave it at 1 and",)
     ),
-    "dp_shard": Case(
-        {"accelerator.dp_shard_size": 2}, ("accelerator.dp_shard_size: 2 is not supported in this version; use dp_rep",)
+    "reentrant recomputation of nothing": Case(
+        {"training.checkpoint_reentrant": True}, ("checkpoint_reentrant: activation_checkpoint is none",)
     ),
+    "unknown reduce_dtype": Case({"fsdp.reduce_dtype": "float8"}, ("fsdp.reduce_dtype: must be 'float64', ",)),
     "sequence_parallel": Case(
         {"accelerator.sequence_parallel": True}, ("sequence_parallel: needs tensor parallelism",)
     ),

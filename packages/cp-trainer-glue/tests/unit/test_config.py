@@ -133,7 +133,10 @@ WRONG = {
     "pp": (changed(accelerator__pp_size=2), "accelerator.pp_size: 2 is not supported in this version; leave it at 1."),
     "ep": (changed(accelerator__ep_size=2), "accelerator.ep_size: 2 is not supported in this version; leave it at 1."),
     "tp": (changed(accelerator__tp_size=2), "accelerator.tp_size: 2 is not supported in this version"),
-    "dp_shard": (changed(accelerator__dp_shard_size=2), "use dp_replicate_size."),
+    "reentrant": (
+        changed(training__checkpoint_reentrant=True),
+        "training.checkpoint_reentrant: activation_checkpoint is none, and reentrant",
+    ),
     "sequence_parallel": (changed(accelerator__sequence_parallel=True), "accelerator.sequence_parallel: needs tensor"),
     "validate": (changed(sharding_mode="validate"), "sharding_mode: validate is not supported in this version"),
     "batch": (
