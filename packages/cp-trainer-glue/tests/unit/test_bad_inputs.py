@@ -158,7 +158,9 @@ CASES: dict[str, Case] = {
     "reentrant recomputation of nothing": Case(
         {"training.checkpoint_reentrant": True}, ("checkpoint_reentrant: activation_checkpoint is none",)
     ),
-    "unknown reduce_dtype": Case({"fsdp.reduce_dtype": "float8"}, ("fsdp.reduce_dtype: must be 'float64', ",)),
+    "unknown reduce_dtype": Case(
+        {"fsdp": {"reduce_dtype": "float8"}}, ("fsdp.reduce_dtype: must be 'float64', ",), corrected=False
+    ),
     "sequence_parallel": Case(
         {"accelerator.sequence_parallel": True}, ("sequence_parallel: needs tensor parallelism",)
     ),
