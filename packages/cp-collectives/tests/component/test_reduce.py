@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_collectives import CollectiveTrace, all_reduce_sum
+from cp_collectives import CollectiveTrace, all_reduce_max, all_reduce_sum
 
 
 def cp_mesh() -> DeviceMesh:
@@ -81,3 +81,14 @@ def sum_integers() -> int:
 
 def test_integers_are_summed_exactly(worlds: Any) -> None:
     assert worlds(2).run(sum_integers) == [2 * (2**24 + 1)] * 2
+
+
+def largest() -> tuple[list[float], list[tuple[str, int]]]:
+    value = torch.tensor([float(dist.get_rank()), -float(dist.get_rank())])
+    with CollectiveTrace() as trace:
+        all_reduce_max(value, mesh=cp_mesh())
+    return value.tolist(), [(record.op, record.bytes_received) for record in trace.records]
+
+
+def test_the_maximum_is_elementwise_and_one_message(worlds: Any) -> None:
+    assert worlds(4).run(largest) == [([3.0, 0.0], [("all_reduce_max", 12)])] * 4
