@@ -4,6 +4,7 @@ The oracle is one process with the unwrapped model and the whole batch of a step
 samples in three groups with 1, 7 and 30 labels, so every partition over ranks and micro-batches is uneven.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from cp_collectives import current_platform, gather_objects
-from cp_core import tensor_digest
-from cp_trainer_glue import TextTrainer, TrainerConfig
+from cp_collectives.testing import RankFailed
+from cp_core import GlobalLoss, _grad_norm, mean_global_loss, tensor_digest
+from cp_trainer_glue import BaseTrainer, TextTrainer, TrainerConfig, _gradient_domain, _trainer
 
 NUM_STEPS, SAMPLES_OF_STEP, SEQ_LENGTH, VOCAB_SIZE = 3, 12, 30, 96
 LABELS_OF_GROUP = (1, 7, 30)
@@ -61,7 +63,9 @@ class Case:
     # none, fsdp (dp_shard), or hsdp (dp_replicate).
     domain: str = "none"
     accumulation: int = 1
+    # none, full, attention, or reentrant (full).
     recomputation: str = "none"
+    compiled: bool = False
     mode: str = "production"
     model: str = "qwen3_moe"
 
@@ -72,7 +76,8 @@ class Case:
     @property
     def name(self) -> str:
         mesh = f"dp{self.dp}-cp{self.cp}-tp{self.tp}"
-        return f"{mesh}-{self.domain}-accumulate{self.accumulation}-recompute_{self.recomputation}-{self.mode}"
+        form = f"{self.domain}-accumulate{self.accumulation}-recompute_{self.recomputation}-{self.mode}"
+        return f"{mesh}-{form}{'-compiled' if self.compiled else ''}"
 
     def config(self) -> TrainerConfig:
         sharded = "dp_shard_size" if self.domain == "fsdp" else "dp_replicate_size"
@@ -87,7 +92,10 @@ class Case:
                     "global_batch_size": SAMPLES_OF_STEP,
                     "micro_batch_size": SAMPLES_OF_STEP // self.dp // self.accumulation,
                     "max_grad_norm": MAX_NORM,
-                    "activation_checkpoint": self.recomputation,
+                    "activation_checkpoint": "full" if self.recomputation == "reentrant" else self.recomputation,
+                    "checkpoint_reentrant": self.recomputation == "reentrant",
+                    "compile": "layers" if self.compiled else "none",
+                    "compile_backend": "aot_eager",
                 },
                 "optimizer": {"name": "sgd", "lr": LEARNING_RATE},
                 "accelerator": {sharded: self.dp, "cp_size": self.cp, "tp_size": self.tp},
@@ -230,21 +238,141 @@ def world_mesh() -> Any:
 
 MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1)]
 DOMAINS = ["none", "fsdp", "hsdp"]
-ALL = [
-    Case(dp=dp, cp=cp, tp=tp, domain=domain, accumulation=accumulation, recomputation=recomputation)
-    for (dp, cp, tp), domain, accumulation, recomputation in itertools.product(
-        MESHES, DOMAINS, (1, 3), ("none", "full")
-    )
-    if domain != "hsdp" or dp > 1
+
+
+def full_matrix() -> list[Case]:
+    choices = itertools.product(MESHES, DOMAINS, (1, 3), ("none", "full"), ("production",))
+    cases = [
+        Case(dp=dp, cp=cp, tp=tp, domain=domain, accumulation=accumulation, recomputation=recomputation, mode=mode)
+        for (dp, cp, tp), domain, accumulation, recomputation, mode in choices
+    ]
+    return [case for case in cases if case.domain != "hsdp" or case.dp > 1]
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """Return cases that hold every pair of values that the full matrix holds, greedily."""
+
+    def pairs(case: Case) -> set[Any]:
+        mesh = (case.dp, case.cp, case.tp)
+        values = enumerate((mesh, case.domain, case.accumulation, case.recomputation, case.mode))
+        return set(itertools.combinations(values, 2))
+
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+SELECTED = pairwise(full_matrix())
+OTHERS = [
+    Case(dp=1, cp=2, recomputation="attention", accumulation=3),
+    Case(dp=1, cp=2, recomputation="attention", domain="fsdp", accumulation=3),
+    Case(dp=1, cp=2, recomputation="reentrant"),
+    Case(dp=1, cp=2, recomputation="reentrant", domain="fsdp", accumulation=3),
+    Case(dp=1, cp=2, compiled=True),
+    Case(dp=1, cp=2, compiled=True, domain="fsdp", recomputation="full", accumulation=3),
+    Case(dp=1, cp=2, model="llama", domain="fsdp", accumulation=3),
+    Case(dp=2, cp=2, model="llama", domain="hsdp", recomputation="attention"),
 ]
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def require_parity(found: dict[str, Any]) -> None:
+    assert found["loss"] < 1e-12
+    assert found["norm"] < 1e-10
+    assert found["gradients"] < 1
+    assert found["later gradients"] < 10  # the parameters differ by rounding by then
+    assert found["parameters"] < 1
+    assert found["replicas"]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", [*SELECTED, *OTHERS], ids=lambda case: f"{case.model}-{case.name}")
+def test_a_set_up_trains_as_one_process(worlds: Any, case: Case) -> None:
+    for found in worlds(case.world_size).run(compare, case):
+        require_parity(found)
+
+
+@pytest.mark.parity
+@pytest.mark.full
+@pytest.mark.parametrize("case", full_matrix(), ids=lambda case: case.name)
 def test_every_set_up_trains_as_one_process(worlds: Any, case: Case) -> None:
     for found in worlds(case.world_size).run(compare, case):
-        assert found["loss"] < 1e-12
-        assert found["norm"] < 1e-10
-        assert found["gradients"] < 1
-        assert found["later gradients"] < 10  # the parameters differ by rounding by then
-        assert found["parameters"] < 1
-        assert found["replicas"]
+        require_parity(found)
+
+
+# --- faults on purpose ----------------------------------------------------------------------------------------------
+
+
+def broken(case: Case, fault: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault](patch)
+        return compare(case)
+
+
+def _loss_averaged_per_rank(patch: pytest.MonkeyPatch) -> None:
+    def mean_per_rank(loss_sum: torch.Tensor, count: int, *, dp_cp_mesh: Any, **_: Any) -> GlobalLoss:
+        mean = loss_sum / max(count, 1) / dp_cp_mesh.size()
+        return GlobalLoss(backward=mean, logged=mean.detach(), valid_tokens=count)
+
+    patch.setattr(_trainer, "mean_global_loss", mean_per_rank)
+
+
+def _gradients_times_cp(patch: pytest.MonkeyPatch) -> None:
+    def scaled(*args: Any, **options: Any) -> GlobalLoss:
+        return mean_global_loss(*args, **{**options, "grad_average_degree": 2})
+
+    patch.setattr(_trainer, "mean_global_loss", scaled)
+
+
+def _tokens_of_data_parallel_only(patch: pytest.MonkeyPatch) -> None:
+    original = BaseTrainer.next_window
+
+    def counted_once(self: Any) -> Any:
+        window = original(self)
+        return dataclasses.replace(window, valid_tokens=sum(window.counts))
+
+    patch.setattr(BaseTrainer, "next_window", counted_once)
+
+
+def _norm_of_the_own_shard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_grad_norm, "_norm_over_ranks", lambda norm, *_: norm)
+
+
+def _gradients_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_gradient_domain, "sum_gradients", lambda *_: None)
+
+
+def _always_synchronised_as_last(patch: pytest.MonkeyPatch) -> None:
+    original = _gradient_domain.GradientDomain.will_reduce
+    patch.setattr(_gradient_domain.GradientDomain, "will_reduce", lambda self, _: original(self, False))
+
+
+FAULTS = {
+    "loss averaged per rank": _loss_averaged_per_rank,
+    "gradients times cp": _gradients_times_cp,
+    "tokens of this rank only": _tokens_of_data_parallel_only,
+    "norm of the own shard": _norm_of_the_own_shard,
+    "gradients not summed": _gradients_not_summed,
+    "never synchronised": _always_synchronised_as_last,
+}
+RED = {
+    "loss averaged per rank": (Case(dp=1, cp=2), "gradients"),
+    "gradients times cp": (Case(dp=1, cp=2, domain="fsdp"), "gradients"),
+    "tokens of this rank only": (Case(dp=1, cp=2), None),
+    "norm of the own shard": (Case(dp=1, cp=2, domain="fsdp"), "norm"),
+    "gradients not summed": (Case(dp=1, cp=2), "gradients"),
+    "never synchronised": (Case(dp=1, cp=2, domain="fsdp"), "gradients"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(worlds: Any, fault: str) -> None:
+    case, place = RED[fault]
+    if place is None:  # our own check of the window stops it before a gradient exists
+        with pytest.raises(RankFailed, match=r"is less than|must be the same on all ranks"):
+            worlds(case.world_size).run(broken, case, fault)
+        return
+    for found in worlds(case.world_size).run(broken, case, fault):
+        assert found[place] > 1e-3
