@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from cp_collectives import current_platform
@@ -82,7 +83,12 @@ def train(path: str) -> dict[str, torch.Tensor]:
     """Train by a config and return the parameters."""
     trainer = make_trainer(path)
     trainer.train()
-    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    return {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return found.detach()
 
 
 def lines(path: str) -> list[dict[str, Any]]:
@@ -187,9 +193,19 @@ def test_data_and_context_parallel_ranks_end_with_equal_parameters_and_the_loss_
 # --- resume -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(worlds: Any, tmp_path: Path, optimizer: str) -> None:
-    options = {"accelerator__cp_size": 2, "optimizer__name": optimizer, "lr_scheduler__name": "cosine"}
+RESUMED: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer__name": "sgd"},
+    "adamw": {"optimizer__name": "adamw"},
+    "fsdp, recomputed": {"optimizer__name": "adamw", "fsdp": {}, "training__activation_checkpoint": "full"},
+    "fsdp, compiled": {"fsdp": {}, "training__compile": "layers", "training__compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED.keys())
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(
+    worlds: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    options = {"accelerator__cp_size": 2, "lr_scheduler__name": "cosine", **changes}
     whole = write_config(tmp_path / "whole", training__train_iters=6, **options)
     parts = write_config(tmp_path / "parts", training__train_iters=6, **options)
     expected = worlds(2).run(gathered_parameters, whole)
@@ -219,6 +235,13 @@ def test_another_layout_is_refused_by_name(worlds: Any, tmp_path: Path) -> None:
     other = write_config(tmp_path, accelerator__dp_replicate_size=2, accelerator__cp_size=1)
     with pytest.raises(RankFailed, match=r"another layout: \{'dp_replicate_size': 1, 'cp_size': 2\}"):
         worlds(2).run(gathered_parameters, other)
+
+
+def test_sharded_parameters_are_another_layout(worlds: Any, tmp_path: Path) -> None:
+    worlds(2).run(gathered_parameters, write_config(tmp_path, accelerator__cp_size=2))
+    sharded = write_config(tmp_path, accelerator__cp_size=2, fsdp={})
+    with pytest.raises(RankFailed, match="was saved with another fsdp: None, but the config says"):
+        worlds(2).run(gathered_parameters, sharded)
 
 
 def test_another_model_is_refused_by_name(worlds: Any, tmp_path: Path) -> None:
@@ -258,6 +281,28 @@ def test_a_damaged_checkpoint_is_named(worlds: Any, tmp_path: Path) -> None:
         shard.write_bytes(b"")
     with pytest.raises(RankFailed, match="step-00000003 cannot be read; it is damaged"):
         worlds(1).run(gathered_parameters, path)
+
+
+# --- parameters that nobody would train -----------------------------------------------------------------------------
+
+
+def train_with_a_late_parameter(path: str) -> str:
+    trainer = make_trainer(path)
+    trainer.model.adapter = torch.nn.Parameter(torch.zeros(2))
+    try:
+        trainer.train_step()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_trainable_parameter_that_is_not_the_optimizers_is_refused(worlds: Any, tmp_path: Path) -> None:
+    path = write_config(tmp_path, accelerator__cp_size=2)
+    for message in worlds(2).run(train_with_a_late_parameter, path):
+        assert message == (
+            "1 trainable parameters are not the optimizer's, first adapter; add parameters in build_model, before the "
+            "optimizer is made, or freeze them."
+        )
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
