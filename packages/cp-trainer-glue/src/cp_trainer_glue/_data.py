@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from cp_collectives import gather_objects
-from cp_core import InvalidInputError
+from cp_collectives import gather_objects, mesh_size
+from cp_core import InvalidInputError, tensor_digest
 
 from ._config import DataConfig, TrainingConfig
 from ._mesh import MeshContext
@@ -88,6 +88,29 @@ class BatchStream:
         self._epoch = state["epoch"]
         self._sampler.set_epoch(self._epoch)
         self._loader.load_state_dict(state["loader"])
+
+
+def require_same_shard(shard: dict[str, Any], mesh: DeviceMesh | None) -> None:
+    """Check that tensor-parallel ranks hold the same shard; context-parallel ranks agreed when it was cut.
+
+    Args:
+        shard: What `shard_batch` returned, on the host.
+        mesh: 1-D mesh of tensor-parallel ranks.
+
+    Raises:
+        InvalidInputError: On all ranks, naming the first rank and the fields that differ.
+    """
+    if mesh_size(mesh) == 1:
+        return
+    digests = {name: tensor_digest(value) for name, value in shard.items() if isinstance(value, torch.Tensor)}
+    first, *others = gather_objects(digests, mesh=mesh)
+    for rank, other in enumerate(others, start=1):
+        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differing:
+            raise InvalidInputError(
+                f"tensor-parallel ranks must read the same batch, but rank {rank} differs from rank 0 in "
+                f"{', '.join(differing)}; let build_data depend on meshes.dp_rank alone."
+            )
 
 
 def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> TokenBlocks:

@@ -17,7 +17,7 @@ from ._applier import apply_plan
 from ._checkpoint import Checkpoints
 from ._compilation import compile_blocks
 from ._config import TrainerConfig
-from ._data import Batch, BatchStream, load_blocks
+from ._data import Batch, BatchStream, load_blocks, require_same_shard
 from ._gradient_domain import GradientDomain
 from ._loss import token_loss_sum
 from ._mesh import MeshContext
@@ -191,7 +191,9 @@ class BaseTrainer:
         return self._batches
 
     def _shard(self, batch: Batch) -> dict[str, Any]:
-        return self.applied.shard_batch(batch)
+        shard = self.applied.shard_batch(batch)
+        require_same_shard(shard, self.meshes.tp_mesh)
+        return shard
 
     def _backward(self, batch: dict[str, Any], count: int, window_valid_tokens: int) -> GlobalLoss:
         local = {
