@@ -26,6 +26,6 @@ def test_tensor_parallel_ranks_must_read_the_same_batch(worlds: Any) -> None:
     assert worlds(2).run(check, False) == [None, None]
     for message in worlds(2).run(check, True):
         assert message == (
-            "tensor-parallel ranks must read the same batch, but rank 1 differs from rank 0 in input_ids; let build_data "
-            "depend on meshes.dp_rank alone."
+            "tensor-parallel ranks must read the same batch, but rank 1 differs from rank 0 in input_ids; let "
+            "build_data depend on meshes.dp_rank alone."
         )
