@@ -12,7 +12,7 @@ from ._boundaries import find_attentions
 from ._boundary import boundary_of
 from ._declaration import BoundaryPlan, MethodDeclaration
 from ._faults import Fault, Faults, listed, named, raise_faults
-from ._methods import check_method
+from ._methods import Place, check_method
 from ._names import ModuleNames, are_related
 from ._reach import Target, assign, reached_targets
 from ._registry import ResolvedWrapper
@@ -62,13 +62,21 @@ def check_declarations(
     *,
     cp_size: int,
     device: torch.device | None = None,
+    tp_degrees: Mapping[str, int] | None = None,
 ) -> DeclarationCheck:
     """Do what `plan_boundaries` does, and return the faults instead of raising them.
 
     At cp size 1 nothing is sharded: an attention may have no method, and a method with a strategy, which would be an
     identity, is not planned.
+
+    Args:
+        model: As for `plan_boundaries`, before tensor parallelism.
+        declarations: As there.
+        cp_size: As there.
+        device: As there.
+        tp_degrees: Tensor-parallel ranks over which the heads of an attention will be split, by its name; absent is 1.
     """
-    faults = Faults()
+    faults, place = Faults(), Place(device=device, tp_degrees=tp_degrees or {})
     # First, since a user's module may register a model spec when it is imported.
     wrappers = {id(declaration): _resolved(declaration, faults) for declaration in declarations}
     names = ModuleNames.of(model)
@@ -89,7 +97,7 @@ def check_declarations(
         wrapper = None if target is None else wrappers[id(target.declaration)]
         if target is not None and wrapper is not None and (cp_size > 1 or wrapper.contract.strategy is None):
             with faults.noted(fqn):
-                plans.append(_planned(target, module, attentions, wrapper, cp_size=cp_size, device=device))
+                plans.append(_planned(target, module, attentions, wrapper, cp_size=cp_size, place=place))
     return DeclarationCheck(plans=tuple(plans), faults=faults.all())
 
 
@@ -165,9 +173,9 @@ def _planned(
     wrapper: ResolvedWrapper,
     *,
     cp_size: int,
-    device: torch.device | None,
+    place: Place,
 ) -> BoundaryPlan:
-    checked = check_method(wrapper, module, named(target.fqn), cp_size=cp_size, device=device)
+    checked = check_method(wrapper, module, named(target.fqn), cp_size=cp_size, place=place)
     stands_for = {n: m for n, m in attentions.items() if are_related(n, target.fqn)}
     if checked.strategy is None and cp_size > 1:
         for fqn, attention in stands_for.items():

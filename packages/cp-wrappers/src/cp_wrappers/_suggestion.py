@@ -15,7 +15,7 @@ from ._boundaries import find_attentions
 from ._check import check_declarations
 from ._declaration import MethodDeclaration
 from ._faults import Faults
-from ._methods import check_method, judge_methods
+from ._methods import Place, check_method, judge_methods
 from ._names import ModuleNames, are_related, is_inside
 from ._reach import Target, is_mere_part, reached_targets
 from ._registry import plain
@@ -26,7 +26,7 @@ class _Setting:
     """Where a method would run."""
 
     cp_size: int
-    device: torch.device | None
+    place: Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,7 @@ def suggest_declarations(
     *,
     cp_size: int,
     device: torch.device | None = None,
+    tp_degrees: Mapping[str, int] | None = None,
 ) -> Suggestion | None:
     """Return declarations that give every attention exactly one method that can serve it.
 
@@ -65,16 +66,17 @@ def suggest_declarations(
         declarations: What the user declared, faults and all.
         cp_size: Ranks that share a sequence.
         device: Where the model will run.
+        tp_degrees: As for `check_declarations`.
 
     Returns:
         Declarations without a fault, checked; None where no registered method serves some attention.
     """
-    setting = _Setting(cp_size=cp_size, device=device)
+    setting = _Setting(cp_size=cp_size, place=Place(device=device, tp_degrees=tp_degrees or {}))
     try:
         suggested = tuple(_suggested(model, declarations, setting))
     except (ContextParallelError, LookupError):  # no spec's target, or an attention that nothing serves
         return None
-    if check_declarations(model, suggested, cp_size=cp_size, device=device).faults:
+    if check_declarations(model, suggested, cp_size=cp_size, device=device, tp_degrees=tp_degrees).faults:
         return None
     declared = [_method_of(declaration) for declaration in declarations]
     filled_in = dict.fromkeys(str(d.inner_wrapper) for d in suggested if _method_of(d) not in declared)
@@ -113,7 +115,7 @@ def _serves(target: Target, names: ModuleNames, setting: _Setting) -> bool:
     try:
         wrapper = target.declaration.resolve()
         module = names.modules[target.fqn]
-        check_method(wrapper, module, target.fqn, cp_size=setting.cp_size, device=setting.device)
+        check_method(wrapper, module, target.fqn, cp_size=setting.cp_size, place=setting.place)
     except ContextParallelError:
         return False
     return True
@@ -138,7 +140,13 @@ def _methods_for(
     """Return a method for each attention that has none; LookupError where nothing serves one."""
     if not missing:
         return {}
-    verdicts = judge_methods({fqn: attentions[fqn] for fqn in missing}, cp_size=setting.cp_size, device=setting.device)
+    place = setting.place
+    verdicts = judge_methods(
+        {fqn: attentions[fqn] for fqn in missing},
+        cp_size=setting.cp_size,
+        device=place.device,
+        tp_degrees=place.tp_degrees,
+    )
     methods = {}
     for fqn in missing:
         candidates = [d for d in usable if _would_serve(d, attentions[fqn], fqn, setting)]
@@ -153,7 +161,7 @@ def _would_serve(declaration: MethodDeclaration, module: torch.nn.Module, fqn: s
     """Only wrappers that state what they can serve can be carried over to another attention."""
     try:
         wrapper = declaration.resolve()
-        checked = check_method(wrapper, module, fqn, cp_size=setting.cp_size, device=setting.device)
+        checked = check_method(wrapper, module, fqn, cp_size=setting.cp_size, place=setting.place)
     except ContextParallelError:
         return False
     return checked.strategy is not None
