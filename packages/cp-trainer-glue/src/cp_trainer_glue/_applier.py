@@ -1,6 +1,6 @@
 """Putting a plan into effect, with exactly the wrappers that the user declared."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,15 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_wrappers import AppliedContextParallel, Meshes, install_boundaries
 
 from ._plan import ShardingPlan
-from ._planner import ShardingPlanner, cp_axis
+from ._planner import ShardingPlanner, mesh_axis
 from ._resolver import PlanOverrideResolver
+from ._tensor_parallel import TpGradInfo, apply_tensor_parallel
 
 if TYPE_CHECKING:
     from ._config import TrainerConfig
     from ._mesh import MeshContext
 
-# Parameters whose gradient needs a sum over tensor-parallel ranks, with the group; empty without tensor parallelism.
-TpGradInfo = dict[str, torch.distributed.ProcessGroup]
+
+class AppliedSharding(NamedTuple):
+    """A model to which a plan was applied."""
+
+    context_parallel: AppliedContextParallel
+    # Parameters whose gradient needs a sum over tensor-parallel ranks, once per step, with the group.
+    tp_grad_info: TpGradInfo
 
 
 class ShardingApplier:
@@ -30,25 +36,42 @@ class ShardingApplier:
     def __init__(self, plan: ShardingPlan, device_mesh: DeviceMesh | None) -> None:
         self._plan, self._device_mesh = plan, device_mesh
 
+    def split(self, model: torch.nn.Module) -> TpGradInfo:
+        """Split layers over tensor-parallel ranks, in place and for good; before `apply`.
+
+        Every rank has the whole model before, with equal weights. Without tensor parallelism nothing is done.
+
+        Args:
+            model: The planned model.
+
+        Returns:
+            The parameters whose gradient needs a sum over tensor-parallel ranks once per step, with the group.
+        """
+        return apply_tensor_parallel(model, self._plan.tensor_parallel, self._tp_mesh())
+
     def apply(self, model: torch.nn.Module) -> AppliedContextParallel:
         """Wrap every attention by its declaration; at cp size 1 only those with a method of the user's own.
 
         Every rank of the mesh calls it; all attentions are wrapped on all ranks, or none.
 
         Args:
-            model: The planned model, not yet wrapped.
+            model: The planned model, split, not yet wrapped.
 
         Returns:
             A handle with `.report`, `.strategies` and `.remove()`.
         """
-        meshes = Meshes(cp_mesh=self._cp_mesh(), mesh=self._device_mesh)
+        meshes = Meshes(cp_mesh=self._cp_mesh(), mesh=self._device_mesh, tp_mesh=self._tp_mesh())
         return install_boundaries(model, self._plan.boundaries, meshes=meshes)
 
     def _cp_mesh(self) -> DeviceMesh | None:
         names = () if self._device_mesh is None else self._device_mesh.mesh_dim_names or ()
         if self._plan.cp_size == 1 and "cp" not in names:
             return None
-        return cp_axis(self._device_mesh, self._plan.cp_size)
+        return mesh_axis(self._device_mesh, "cp", self._plan.cp_size)
+
+    def _tp_mesh(self) -> DeviceMesh | None:
+        plan = self._plan.tensor_parallel
+        return None if plan is None else mesh_axis(self._device_mesh, "tp", plan.tp_size)
 
 
 def apply_sharding_plan(
@@ -62,14 +85,20 @@ def apply_sharding_plan(
         device_mesh: The mesh it was planned for.
 
     Returns:
-        `(model, tp_grad_info)`: the same model, wrapped, and the parameters whose gradient needs a sum over the
-        tensor-parallel group; none without tensor parallelism.
+        `(model, tp_grad_info)`: the same model, split and wrapped, and the parameters that each tensor-parallel rank
+        has whole and of whose gradient it finds a part, such as q/k norms: sum it over their group, once per step. None
+        without tensor parallelism.
     """
-    ShardingApplier(plan, device_mesh).apply(model)
-    return model, {}
+    return model, _applied(model, plan, device_mesh).tp_grad_info
 
 
-def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> AppliedContextParallel:
+def _applied(model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh | None) -> AppliedSharding:
+    applier = ShardingApplier(plan, device_mesh)
+    tp_grad_info = applier.split(model)
+    return AppliedSharding(context_parallel=applier.apply(model), tp_grad_info=tp_grad_info)
+
+
+def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> AppliedSharding:
     """Resolve, plan and apply a trainer's `plan_overrides`.
 
     Args:
@@ -78,13 +107,14 @@ def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "M
         mesh_context: Its meshes.
 
     Returns:
-        A handle with `.report` and `.strategies`, both empty at cp size 1.
+        The handle of context parallelism, its `.report` and `.strategies` empty at cp size 1, and what tensor
+        parallelism adds to the gradient step.
 
     Raises:
         ContextParallelError: With all faults together, on all ranks, before any module changes.
     """
     plan = _plan_of(model, config, mesh_context)
-    return ShardingApplier(plan, mesh_context.device_mesh).apply(model)
+    return _applied(model, plan, mesh_context.device_mesh)
 
 
 def _plan_of(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> ShardingPlan:

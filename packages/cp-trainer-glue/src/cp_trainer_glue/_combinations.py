@@ -106,18 +106,14 @@ def _exactly_one(section: str, **values: object) -> Iterator[Finding]:
 def _accelerator_faults(accelerator: AcceleratorConfig) -> Iterator[Finding]:
     if accelerator.world_size > MAX_WORLD_SIZE:
         yield f"accelerator: the sizes multiply to {accelerator.world_size} ranks, more than {MAX_WORLD_SIZE}.", None
-    for name, instead in (
-        ("pp_size", "leave it at 1"),
-        ("ep_size", "leave it at 1"),
-        ("tp_size", "leave it at 1 and use cp_size"),
-    ):
+    for name in ("pp_size", "ep_size"):
         size = getattr(accelerator, name)
         if size != 1:
-            message = f"accelerator.{name}: {size} is not supported in this version; {instead}."
+            message = f"accelerator.{name}: {size} is not supported in this version; leave it at 1."
             yield message, _setting(f"accelerator.{name}", 1)
     for name in ("sequence_parallel", "loss_parallel"):
-        if getattr(accelerator, name):
-            message = f"accelerator.{name}: needs tensor parallelism, which this version does not have; leave it false."
+        if getattr(accelerator, name) and accelerator.tp_size == 1:
+            message = f"accelerator.{name}: shards over tensor-parallel ranks, but tp_size is 1; leave it false."
             yield message, _setting(f"accelerator.{name}", False)
 
 

@@ -14,6 +14,7 @@ from cp_collectives import gather_objects
 from cp_core import InvalidInputError, clip_grad_norm, sum_gradients, tensor_digest
 
 from ._mesh import MeshContext
+from ._tensor_parallel import TpGradInfo, sum_tp_gradients
 
 
 class GradientDomain:
@@ -22,10 +23,11 @@ class GradientDomain:
     Args:
         model: The model in its last form: after tensor parallelism, context parallelism and FSDP.
         meshes: The meshes of the run.
+        tp_grad_info: The parameters of whose gradient each tensor-parallel rank finds a part.
     """
 
-    def __init__(self, model: torch.nn.Module, meshes: MeshContext) -> None:
-        self._model, self._meshes = model, meshes
+    def __init__(self, model: torch.nn.Module, meshes: MeshContext, tp_grad_info: TpGradInfo) -> None:
+        self._model, self._meshes, self._tp_grad_info = model, meshes, tp_grad_info
         self._known = {id(param) for param in model.parameters()}
 
     def will_reduce(self, reduces: bool) -> None:
@@ -41,6 +43,7 @@ class GradientDomain:
         """
         self._meet_new_parameters()
         sum_gradients(self._summed_here(), self._meshes.dp_cp_mesh)
+        sum_tp_gradients(self._model, self._tp_grad_info, self._meshes.tp_mesh)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to a total norm; return the norm before, 0-d, equal on all ranks."""

@@ -212,7 +212,15 @@ def _check_model(inspection: Inspection, setting: Setting) -> list[str]:
             faults.append(str(error))
     device = setting.device or planning_device(None)
     holding = PlanOverrideResolver(overrides).holding(cp_size=accelerator.cp_size)
-    check = ShardingPlanner(holding).check(inspection.model, cp_size=accelerator.cp_size, device=device)
+    has_tp = accelerator.tp_size > 1  # else the switches are a fault of the config
+    check = ShardingPlanner(holding).check(
+        inspection.model,
+        cp_size=accelerator.cp_size,
+        device=device,
+        tp_size=accelerator.tp_size,
+        sequence_parallel=accelerator.sequence_parallel and has_tp,
+        loss_parallel=accelerator.loss_parallel and has_tp,
+    )
     inspection.check = check
     return [*faults, *(fault.message for fault in check.faults)]
 

@@ -8,6 +8,8 @@ import yaml
 
 from cp_wrappers import BoundaryPlan, MethodDeclaration, Suggestion
 
+from ._tensor_parallel_plan import TensorParallelPlan
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleShardingSpec:
@@ -55,6 +57,8 @@ class ShardingPlan:
     # One per attention that gets a method, in the model's order.
     boundaries: tuple[BoundaryPlan, ...] = ()
     cp_size: int = 1
+    # None without tensor parallelism.
+    tensor_parallel: TensorParallelPlan | None = None
 
 
 def entries_of(suggestion: Suggestion, *, always: Sequence[object] = ()) -> list[dict[str, Any]] | None:

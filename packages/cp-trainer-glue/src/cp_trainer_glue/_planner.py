@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from cp_wrappers import (
 )
 
 from ._plan import ModuleShardingSpec, ResolvedOverride, ShardingPlan, as_yaml, entries_of
+from ._tensor_parallel_plan import TensorParallelCheck, TensorParallelPlan, check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,8 @@ class PlanCheck:
     faults: tuple[Fault, ...]
     # What fits the model, where there are faults and something does.
     suggestion: Suggestion | None = None
+    # None without tensor parallelism, and where it has faults.
+    tensor_parallel: TensorParallelPlan | None = None
 
 
 class ShardingPlanner:
@@ -63,9 +67,11 @@ class ShardingPlanner:
 
         Args:
             model: The model, not yet wrapped.
-            device_mesh: A mesh with an axis `cp`; None is enough when `cp_size` is 1.
-            tp_size, ep_size, sequence_parallel, loss_parallel: The other parallelisms; only 1 and False in this
-                version.
+            device_mesh: A mesh with axes `cp` and `tp`; one of size 1 may be absent, and None is enough where both are.
+            tp_size: Ranks over which layers are split by transformers' own plan.
+            ep_size: Only 1 in this version.
+            sequence_parallel: Whether activations between the split layers are sharded over `tp` along the sequence.
+            loss_parallel: Whether the model's logits stay sharded over `tp` along the vocabulary.
             cp_size: Ranks over which the sequence is sharded. At 1 only methods without a strategy of ours are planned:
                 the others would be identities.
 
@@ -76,12 +82,16 @@ class ShardingPlanner:
         check: PlanCheck | None = None
         fault: ContextParallelError | None = None
         try:
-            _refuse_other_parallelism(
-                {"tp_size": tp_size, "ep_size": ep_size},
-                {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel},
+            _refuse_other_parallelism({"ep_size": ep_size})
+            _check_size(device_mesh, "cp", cp_size)
+            _check_size(device_mesh, "tp", tp_size)
+            check = self.check(
+                model,
+                cp_size=cp_size,
+                tp_size=tp_size,
+                sequence_parallel=sequence_parallel,
+                loss_parallel=loss_parallel,
             )
-            _check_cp_size(device_mesh, cp_size)
-            check = self.check(model, cp_size=cp_size)
             fault = plan_error(check) if check.faults else None
         except ContextParallelError as error:
             fault = error
@@ -92,15 +102,26 @@ class ShardingPlanner:
             module_specs={plan.fqn: self._spec_of(plan) for plan in check.boundaries},
             boundaries=check.boundaries,
             cp_size=cp_size,
+            tensor_parallel=check.tensor_parallel,
         )
 
-    def check(self, model: torch.nn.Module | None, *, cp_size: int, device: torch.device | None = None) -> PlanCheck:
+    def check(
+        self,
+        model: torch.nn.Module | None,
+        *,
+        cp_size: int,
+        device: torch.device | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+    ) -> PlanCheck:
         """Check the specs against a model and return every fault; needs no ranks.
 
         Args:
             model: The model; it may be on the meta device. None looks at what shows without one.
             cp_size: Ranks over which the sequence is sharded.
             device: Where the model will run; None is where its parameters are.
+            tp_size, sequence_parallel, loss_parallel: As for `plan`.
         """
         faults = [Fault(message=message) for message in self._spec_faults(cp_size)]
         declarations: list[MethodDeclaration] = []
@@ -111,14 +132,19 @@ class ShardingPlanner:
                 faults.append(Fault(message=f"{_label(override)}: {error}"))
         if model is None:
             return PlanCheck(boundaries=(), faults=(*faults, *check_methods(declarations)))
-        check = check_declarations(model, declarations, cp_size=cp_size, device=device)
-        faults += check.faults
-        suggestion = (
-            suggest_declarations(model, declarations, cp_size=cp_size, device=device)
-            if faults and cp_size > 1
-            else None
+        tensor_parallel = _checked_tensor_parallel(
+            model, tp_size=tp_size, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
         )
-        return PlanCheck(boundaries=check.plans, faults=tuple(faults), suggestion=suggestion)
+        setting: dict[str, Any] = {"cp_size": cp_size, "device": device, "tp_degrees": tensor_parallel.head_degrees}
+        check = check_declarations(model, declarations, **setting)
+        faults += check.faults
+        suggestion = suggest_declarations(model, declarations, **setting) if faults and cp_size > 1 else None
+        return PlanCheck(
+            boundaries=check.plans,
+            faults=(*faults, *tensor_parallel.faults),
+            suggestion=suggestion,
+            tensor_parallel=tensor_parallel.plan,
+        )
 
     def _spec_faults(self, cp_size: int) -> Iterator[str]:
         for override in self._overrides:
@@ -147,11 +173,19 @@ def _place(declaration: MethodDeclaration) -> tuple[str, str, str | None]:
     return declaration.source, declaration.match, declaration.inner_target
 
 
-def _check_cp_size(device_mesh: DeviceMesh | None, cp_size: int) -> None:
-    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or cp_size < 1:
-        raise InvalidInputError(f"cp_size must be a whole number of at least 1, but is {cp_size!r}.")
-    if cp_size > 1:
-        cp_axis(device_mesh, cp_size)
+def _checked_tensor_parallel(model: torch.nn.Module, *, tp_size: int, **switches: bool) -> TensorParallelCheck:
+    idle = [name for name, on in switches.items() if on and tp_size == 1]
+    if idle:
+        message = f"{' and '.join(idle)}: shards over tensor-parallel ranks, but tp_size is 1; leave it false."
+        return TensorParallelCheck(faults=(Fault(message=message),))
+    return check_tensor_parallel(model, tp_size=tp_size, **switches)
+
+
+def _check_size(device_mesh: DeviceMesh | None, axis: str, size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidInputError(f"{axis}_size must be a whole number of at least 1, but is {size!r}.")
+    if size > 1:
+        mesh_axis(device_mesh, axis, size)
 
 
 def _all_ranks(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -168,29 +202,31 @@ def plan_error(check: PlanCheck) -> ContextParallelError:
     return kind("\n".join(lines))
 
 
-def cp_axis(device_mesh: DeviceMesh | None, cp_size: int) -> DeviceMesh:
-    """Return the 1-D `cp` mesh of a device mesh.
+def mesh_axis(device_mesh: DeviceMesh | None, axis: str, size: int) -> DeviceMesh:
+    """Return the 1-D mesh of an axis of a device mesh.
 
     Raises:
         InvalidInputError: If there is no such axis, or it has another size.
     """
     names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
-    if device_mesh is None or "cp" not in names:
+    if device_mesh is None or axis not in names:
         raise InvalidInputError(
-            f"cp_size is {cp_size}, but the device mesh has no axis 'cp'; its axes are {', '.join(names) or 'unnamed'}."
+            f"{axis}_size is {size}, but the device mesh has no axis {axis!r}; its axes are "
+            f"{', '.join(names) or 'unnamed'}."
         )
-    cp_mesh = device_mesh["cp"]
-    if cp_mesh.size() != cp_size:
-        raise InvalidInputError(f"cp_size is {cp_size}, but axis 'cp' of the device mesh has {cp_mesh.size()} ranks.")
-    return cp_mesh
+    mesh = device_mesh[axis]
+    if mesh.size() != size:
+        raise InvalidInputError(
+            f"{axis}_size is {size}, but axis {axis!r} of the device mesh has {mesh.size()} ranks."
+        )
+    return mesh
 
 
 def _label(override: ResolvedOverride) -> str:
     return f"{override.source} ({override.match!r})"
 
 
-def _refuse_other_parallelism(sizes: Mapping[str, int], switches: Mapping[str, bool]) -> None:
+def _refuse_other_parallelism(sizes: Mapping[str, int]) -> None:
     asked = [f"{name} {size}" for name, size in sizes.items() if size != 1]
-    asked += [name for name, on in switches.items() if on]
     if asked:
         raise UnsupportedError(f"{', '.join(asked)}: not supported in this version of cp-trainer-glue; leave it off.")

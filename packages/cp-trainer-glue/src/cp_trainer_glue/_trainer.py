@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cp_collectives import CollectiveTrace, Platform, check_no_pending, gather_objects
-from cp_core import GlobalLoss, InvalidInputError, count_valid_tokens, mean_global_loss
+from cp_core import GlobalLoss, InvalidInputError, count_valid_tokens, mean_global_loss, sequence_multiple
 
 from ._applier import apply_plan
 from ._checkpoint import Checkpoints
@@ -29,6 +29,7 @@ from ._recomputation import checkpoint_activations
 from ._sharded_parameters import shard_parameters
 from ._stop import StopRequest
 from ._tokenizer import make_tokenizer
+from ._vocab_parallel_loss import vocab_parallel_loss_sum
 
 _logger = logging.getLogger("cp_trainer_glue")
 
@@ -78,13 +79,13 @@ class BaseTrainer:
         self.stream = self.build_data()
         self.model = self.build_model().to(device)
         require_equal_parameters(self.model, self.meshes.world_mesh)
-        self.applied = apply_plan(self.model, config, self.meshes)
+        self.applied, tp_grad_info = apply_plan(self.model, config, self.meshes)
         self.model.train()
         checkpoint_activations(self.model, config.training)
         compile_blocks(self.model, config.training)
         if config.fsdp_config is not None:
             shard_parameters(self.model, self.meshes.fsdp_mesh, config.fsdp_config)
-        self.gradients = GradientDomain(self.model, self.meshes)
+        self.gradients = GradientDomain(self.model, self.meshes, tp_grad_info)
         self.optimizer = make_optimizer(config.optimizer, self.model)
         self.scheduler = make_scheduler(config.lr_scheduler, self.optimizer, config.training.train_iters)
         self.checkpoints = Checkpoints(
@@ -191,9 +192,15 @@ class BaseTrainer:
         return self._batches
 
     def _shard(self, batch: Batch) -> dict[str, Any]:
-        shard = self.applied.shard_batch(batch)
+        shard = self.applied.shard_batch(batch, multiple_of=self._padding_multiple())
         require_same_shard(shard, self.meshes.tp_mesh)
         return shard
+
+    def _padding_multiple(self) -> int:
+        """With the residual stream sharded along the sequence, tensor-parallel ranks cut each shard once more."""
+        axes = self.config.accelerator
+        multiple = sequence_multiple(axes.cp_size, self.applied.strategies)
+        return multiple * axes.tp_size if axes.sequence_parallel else multiple
 
     def _backward(self, batch: dict[str, Any], count: int, window_valid_tokens: int) -> GlobalLoss:
         local = {
@@ -257,7 +264,7 @@ class BaseTrainer:
         for row in self.applied.report:
             methods.setdefault(row.wrapper, []).append(row.fqn)
         return {
-            "ranks": f"{axes.world_size} (dp {axes.dp_size} x cp {axes.cp_size}) on {self.meshes.device.type}",
+            "ranks": f"{axes.world_size} (dp {axes.dp_size} x cp {axes.cp_size} x tp {axes.tp_size}) on {self.meshes.device.type}",
             "model": f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters()):,} parameters",
             "methods": "; ".join(f"{name}: {_short(fqns)}" for name, fqns in methods.items()) or "none (cp_size 1)",
             "batch": f"{self.config.training.global_batch_size} x {self.config.data.seq_length} tokens",
@@ -290,7 +297,12 @@ class TextTrainer(BaseTrainer):
 
     def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
         """Return the summed cross-entropy; the model is called without labels, which it would shift by itself."""
-        return token_loss_sum(self.model(**inputs).logits, shift_labels)
+        logits = self.model(**inputs).logits
+        if self.config.accelerator.loss_parallel:
+            return vocab_parallel_loss_sum(
+                logits, shift_labels, tp_mesh=self.meshes.tp_mesh, vocab_size=self.model.get_output_embeddings().out_features
+            )
+        return token_loss_sum(logits, shift_labels)
 
 
 def _short(fqns: list[str]) -> str:

@@ -15,7 +15,7 @@ from ._declaration import BoundaryPlan, MethodDeclaration
 from ._faults import Fault
 from ._inner_wrapper import CONTEXT_PARAMETERS, WrapperContract, inner_wrapper
 from ._install import AppliedContextParallel, BoundaryReport, Meshes, install_boundaries
-from ._methods import MethodVerdict, judge_methods
+from ._methods import MethodVerdict, judge_methods, split_heads
 from ._model_spec import ModelSpec, model_spec, register_cp_model_spec
 from ._registry import (
     ResolvedWrapper,
@@ -59,5 +59,6 @@ __all__ = [
     "register_inner_wrapper",
     "resolve_inner_wrapper",
     "resolve_local_compute_fn",
+    "split_heads",
     "suggest_declarations",
 ]

@@ -69,6 +69,7 @@ class _Worker:
             self._store = self._start()
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
         dist.init_process_group(
             self._spec.backend,
             store=dist.PrefixStore(reset.prefix, self._store),
@@ -82,6 +83,18 @@ class _Worker:
         if self._spec.setup is not None:
             self._loader.load(self._spec.setup)()
         return dist.TCPStore("127.0.0.1", self._spec.store_port, is_master=False, timeout=_STORE_TIMEOUT)
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor remembers of meshes: it would meet a new mesh of the same shape with groups that are gone."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
 
 
 def _reset_globals(threads: int) -> None:
