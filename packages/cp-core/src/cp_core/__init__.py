@@ -2,7 +2,7 @@
 
 Modules, lowest first: `kernels`, `_launch_state`, `_layout`, `_query_runs`, `_meta`, `_digest`, `_documents`,
 `_padding`, `_positions`, `_labels`, `_batch_fields`, `_batch`, `_local_attention`, `_strategy`, `_all_gather`, `_loss`,
-`_gradients`, `_grad_norm`, `cost`.
+`_expert_loss`, `_gradients`, `_grad_norm`, `cost`.
 Errors and `flex_cp_allgather` come from `cp_collectives`.
 """
 
@@ -21,6 +21,7 @@ from . import cost
 from ._all_gather import AllGatherStrategy
 from ._batch import sequence_multiple, shard_batch_for_cp, unshard_sequence
 from ._digest import tensor_digest
+from ._expert_loss import load_balancing_loss, real_local_tokens
 from ._grad_norm import clip_grad_norm
 from ._gradients import sum_gradients
 from ._launch_state import LaunchState
@@ -51,8 +52,10 @@ __all__ = [
     "cost",
     "count_valid_tokens",
     "flex_cp_allgather",
+    "load_balancing_loss",
     "local_attention",
     "mean_global_loss",
+    "real_local_tokens",
     "sequence_multiple",
     "shard_batch_for_cp",
     "sum_gradients",

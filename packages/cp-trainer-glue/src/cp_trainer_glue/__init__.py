@@ -1,11 +1,11 @@
 """Training under context parallelism from a config: declared, checked, planned, applied, run.
 
-Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_structure`, `_mesh`,
+Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_structure`, `_mesh`, `_expert_balance`,
 `_sequence_parallel_plan`, `_tensor_parallel_plan`, `_plan`, `_sequence_parallel`, `_tensor_parallel`, `_resolver`,
 `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
 `_text`, `_data`, `_loss`, `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`, `_compilation`,
-`_sharded_parameters`, `_gradient_domain`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_worker`,
-`_launcher`, `cli`.
+`_sharded_parameters`, `_gradient_domain`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`,
+`_worker`, `_launcher`, `cli`.
 """
 
 from importlib.metadata import version
@@ -19,7 +19,8 @@ from ._plan import ModuleShardingSpec, ShardingPlan
 from ._plan_report import PlanReport, plan_report
 from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
-from ._trainer import BaseTrainer, StepResult, TextTrainer, Window
+from ._text_trainer import TextTrainer
+from ._trainer import BaseTrainer, StepResult, Window
 from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")

@@ -6,7 +6,7 @@ Each check reads the sections it needs; one that is wrong by itself is not there
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ._config import AcceleratorConfig, DataConfig, ModelConfig, TrainingConfig
+from ._config import AcceleratorConfig, DataConfig, LossConfig, ModelConfig, TrainingConfig
 
 # Changes a config's content so that the fault is gone.
 Repair = Callable[[dict[str, Any]], None]
@@ -32,8 +32,9 @@ def combination_faults(sections: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _recomputation_faults(training)
     if training is not None and accelerator is not None:
         yield from _batch_faults(training, accelerator)
-    if model is not None and accelerator is not None:
-        yield from _expert_faults(model, accelerator)
+    loss: LossConfig | None = sections.get("loss")
+    if loss is not None and accelerator is not None:
+        yield from _loss_faults(loss, accelerator)
     mode = sections.get("sharding_mode", "production")
     if mode != "production":
         yield (
@@ -138,14 +139,26 @@ def _batch_faults(training: TrainingConfig, accelerator: AcceleratorConfig) -> I
         )
 
 
-def _expert_faults(model: ModelConfig, accelerator: AcceleratorConfig) -> Iterator[Finding]:
-    aux_loss = (model.config or {}).get("output_router_logits")
-    if aux_loss and accelerator.cp_size * accelerator.dp_size > 1:
+def _loss_faults(loss: LossConfig, accelerator: AcceleratorConfig) -> Iterator[Finding]:
+    if loss.chunk_tokens is not None and loss.label_smoothing:
         yield (
-            "model.config.output_router_logits: the load-balancing loss of experts is no sum over tokens, and has no "
-            "right reduction over ranks in this version; set it to false.",
-            _setting("model.config.output_router_logits", False),
+            "loss.label_smoothing: torch works out the loss in chunks of tokens without smoothing only; set it to 0, "
+            "or leave chunk_tokens out.",
+            None,
         )
+    if loss.chunk_tokens is not None and accelerator.tp_size > 1:
+        yield (
+            f"loss.chunk_tokens: with tp_size {accelerator.tp_size} the output layer is split over ranks; leave it "
+            "out, and use accelerator.loss_parallel.",
+            _setting("loss.chunk_tokens", None),
+        )
+    for name in ("label_smoothing", "class_weights"):
+        if accelerator.loss_parallel and getattr(loss, name):
+            yield (
+                f"loss.{name}: is not supported where logits stay sharded over the vocabulary; set "
+                "accelerator.loss_parallel to false.",
+                _setting("accelerator.loss_parallel", False),
+            )
 
 
 def _setting(place: str, value: object) -> Repair:

@@ -70,6 +70,17 @@ class TrainingConfig(Section):
     compile_backend: Text = "inductor"
 
 
+class LossConfig(Section):
+    """The loss of a token, and how much of it is worked out at once."""
+
+    # Share of the target that is spread evenly over the vocabulary.
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    # Weight of each token id as a target, 1 where it is not listed; the loss is the weighted mean.
+    class_weights: dict[int, Annotated[Number, Field(ge=0)]] | None = None
+    # Tokens whose logits exist at once; None works out those of all tokens of a rank together.
+    chunk_tokens: Count | None = None
+
+
 class FsdpConfig(Section):
     """Sharded parameters, gradients and optimizer states (FSDP2): over data-parallel shards and context parallel."""
 
@@ -147,6 +158,7 @@ class TrainerConfig(Section):
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig
     lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

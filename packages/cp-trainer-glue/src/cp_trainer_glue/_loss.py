@@ -1,19 +1,153 @@
-"""The loss of a causal language model as a sum over tokens."""
+"""The loss of a causal language model as a sum over tokens, each with its weight.
+
+B batch, L tokens of this rank, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn.functional import cross_entropy, linear_cross_entropy
+
+from cp_core import InvalidInputError, UnsupportedError, sum_loss_weights
+
+from ._config import LossConfig
 
 
-def token_loss_sum(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross-entropy of the tokens that have a label.
+class TokenLoss:
+    """Cross-entropy by the `loss` section of a config.
 
     Args:
-        logits: `[B, L, V]`.
-        shift_labels: `[B, L]`, -100 where nothing is to predict.
+        config: The section.
+        vocab_size: V.
 
-    Returns:
-        0-d, in fp32 or wider; 0 if no token has a label.
+    Raises:
+        InvalidInputError: If a weight is given to an id that is not in the vocabulary.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.nn.functional.cross_entropy(
-        wide.flatten(0, 1), shift_labels.flatten(), reduction="sum", ignore_index=-100
-    )
+
+    def __init__(self, config: LossConfig, vocab_size: int) -> None:
+        self._config = config
+        self._class_weights = None if config.class_weights is None else torch.ones(vocab_size, dtype=torch.float64)
+        for token, weight in (config.class_weights or {}).items():
+            if not 0 <= token < vocab_size:
+                raise InvalidInputError(
+                    f"loss.class_weights: {token} is no id of a vocabulary of {vocab_size}; list ids from 0 to "
+                    f"{vocab_size - 1}."
+                )
+            if self._class_weights is not None:
+                self._class_weights[token] = weight
+
+    def weight_sum(self, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None) -> float | None:
+        """Return the sum of the weights of this rank's tokens; None where each that has a label weighs 1.
+
+        Args:
+            shift_labels: `[B, L]` on the host, -100 where nothing is to predict.
+            loss_weights: `[B, L]` on the host, or None.
+        """
+        if self._class_weights is None:
+            return None if loss_weights is None else sum_loss_weights(loss_weights)
+        weights = self._class_weights[shift_labels.clamp(min=0)].where(shift_labels != -100, 0)
+        return sum_loss_weights(weights if loss_weights is None else weights * loss_weights)
+
+    def of_logits(
+        self, logits: torch.Tensor, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the summed loss of logits `[B, L, V]`, 0-d, in fp32 or wider; 0 if no token has a label."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = cross_entropy(
+            wide.flatten(0, 1),
+            shift_labels.flatten(),
+            weight=self._weights_like(wide),
+            reduction="sum" if loss_weights is None else "none",
+            label_smoothing=self._config.label_smoothing,
+        )
+        return losses if loss_weights is None else (losses * loss_weights.flatten()).sum()
+
+    def of_hidden(
+        self, hidden: torch.Tensor, head: Any, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what `of_logits` does for the output of a linear head, without `[B, L, V]` at any time.
+
+        Args:
+            hidden: `[B, L, H]`.
+            head: The linear layer to V.
+            shift_labels, loss_weights: `[B, L]`.
+        """
+        losses = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            head.weight,
+            shift_labels.flatten(),
+            linear_bias=head.bias,
+            weight=self._weights_like(hidden),
+            reduction="sum" if loss_weights is None else "none",
+            # Gradients of the head add up over chunks, so they are kept wide in between.
+            options=LinearCrossEntropyOptions(
+                batch_chunk_size=self._config.chunk_tokens, chunking_method=None, acc_policy="accurate"
+            ),
+        )
+        wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
+        return wide if loss_weights is None else (wide * loss_weights.flatten()).sum()
+
+    def _weights_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None if self._class_weights is None else self._class_weights.to(tensor.device, tensor.dtype)
+
+
+class LossInHead:
+    """Works the loss out where a model calls its output layer, so that the logits of all tokens never exist.
+
+    Inside the model's own forward, since that is where FSDP has the layer's weights.
+
+    Args:
+        model: A model of transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._name = model, type(model).__name__
+        head = model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear:
+            raise UnsupportedError(
+                f"loss.chunk_tokens: the output layer of {self._name} is {type(head).__name__} and not a plain linear "
+                "layer; leave chunk_tokens out."
+            )
+
+    def loss(
+        self,
+        inputs: dict[str, Any],
+        token_loss: TokenLoss,
+        shift_labels: torch.Tensor,
+        loss_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Call the model and return the summed loss of its tokens, 0-d.
+
+        Raises:
+            UnsupportedError: If the model changes what its output layer gives, or calls it otherwise than once.
+        """
+        head, losses = self._model.get_output_embeddings(), list[torch.Tensor]()
+
+        def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+            losses.append(token_loss.of_hidden(hidden, head, shift_labels, loss_weights))
+            return losses[-1]
+
+        with _forward_of(head, loss_of):
+            output = self._model(**inputs).logits
+        if len(losses) != 1 or output is not losses[0]:
+            raise UnsupportedError(
+                f"loss.chunk_tokens: {self._name} changes its logits after the output layer (a cap or a scale), which "
+                "chunks would leave out; leave chunk_tokens out."
+            )
+        return losses[0]
+
+
+@contextmanager
+def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+    """Give one module another forward for one call of its model."""
+    earlier = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward")
+        if earlier is not None:
+            module.__dict__["forward"] = earlier

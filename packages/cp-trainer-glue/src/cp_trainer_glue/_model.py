@@ -17,6 +17,7 @@ from cp_collectives import gather_objects
 from cp_core import InvalidInputError, tensor_digest
 
 from ._config import ModelConfig
+from ._expert_balance import ExpertBalance
 from ._tokenizer import Tokenizer
 
 _logger = logging.getLogger("cp_trainer_glue")
@@ -60,9 +61,12 @@ class HyperAutoModel:
 
         Raises:
             InvalidInputError: As `build`, but for weights that cannot be loaded.
+            UnsupportedError: If it would have a loss of experts that cannot be taken over.
         """
         with torch.device("meta"):
-            return _from_config(config, _hf_config(config))
+            model = _from_config(config, _hf_config(config))
+        ExpertBalance.take_over(model)
+        return model
 
 
 def require_equal_parameters(model: torch.nn.Module, mesh: DeviceMesh) -> None:

@@ -1,35 +1,42 @@
 """The life of a run: what is built, in which order, and one training step as the data sees it."""
 
+import itertools
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import CollectiveTrace, Platform, check_no_pending, gather_objects
-from cp_core import GlobalLoss, InvalidInputError, count_valid_tokens, mean_global_loss, sequence_multiple
+from cp_collectives import CollectiveTrace, Platform, all_reduce_sum, check_no_pending, gather_objects
+from cp_core import (
+    InvalidInputError,
+    SequenceLayout,
+    count_valid_tokens,
+    mean_global_loss,
+    sequence_multiple,
+    sum_loss_weights,
+)
 
 from ._applier import apply_plan
 from ._checkpoint import Checkpoints
 from ._compilation import compile_blocks
-from ._config import TrainerConfig
-from ._data import Batch, BatchStream, load_blocks, require_same_shard
+from ._config import AcceleratorConfig, TrainerConfig
+from ._data import Batch, BatchStream, require_same_shard
 from ._gradient_domain import GradientDomain
-from ._loss import token_loss_sum
 from ._mesh import MeshContext
 from ._metrics import MetricsFile, StepMetrics
-from ._model import HyperAutoModel, require_equal_parameters, require_vocabulary
+from ._model import require_equal_parameters
 from ._optimizer import make_optimizer, make_scheduler
 from ._progress import Reporter
 from ._recomputation import checkpoint_activations
 from ._sharded_parameters import shard_parameters
 from ._stop import StopRequest
-from ._tokenizer import make_tokenizer
-from ._vocab_parallel_loss import vocab_parallel_loss_sum
 
 _logger = logging.getLogger("cp_trainer_glue")
 
@@ -55,6 +62,9 @@ class Window:
     counts: tuple[int, ...]
     # Labels of all shards of all ranks.
     valid_tokens: int
+    # Weight of each shard's tokens, and of those of all ranks; None where each label weighs 1.
+    weights: tuple[float | None, ...]
+    weight_sum: float | None
 
 
 class BaseTrainer:
@@ -78,6 +88,7 @@ class BaseTrainer:
         platform.manual_seed(config.training.seed)
         self.stream = self.build_data()
         self.model = self.build_model().to(device)
+        self.prepare_loss()
         require_equal_parameters(self.model, self.meshes.world_mesh)
         self.applied, tp_grad_info = apply_plan(self.model, config, self.meshes)
         self.model.train()
@@ -106,14 +117,42 @@ class BaseTrainer:
         """Return the model, with equal weights on all ranks."""
         raise NotImplementedError("a trainer says what its model is: override build_model.")
 
-    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+    def prepare_loss(self) -> None:
+        """Do what the loss needs of the whole model, just after it was built."""
+
+    def compute_loss_sum(
+        self, inputs: dict[str, Any], shift_labels: torch.Tensor, *, loss_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the loss of this rank's tokens, summed, 0-d.
 
         Args:
             inputs: The keyword arguments of the model: this rank's shard.
             shift_labels: `[B, L]`, shifted on the global sequence, -100 where nothing is to predict.
+            loss_weights: `[B, L]`, what each token's loss is multiplied with; given where the batch has them.
         """
         raise NotImplementedError("a trainer says what its loss is: override compute_loss_sum.")
+
+    def loss_weight_sum(self, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None) -> float | None:
+        """Return what the summed loss of a shard is to be divided by; None is its number of labels.
+
+        Args:
+            shift_labels, loss_weights: As in `compute_loss_sum`, on the host.
+        """
+        return None if loss_weights is None else sum_loss_weights(loss_weights)
+
+    def compute_auxiliary_loss(
+        self, layout: SequenceLayout, *, batch_size: int, dp_cp_mesh: DeviceMesh | None
+    ) -> torch.Tensor | None:
+        """Return this rank's part of a loss that is no sum over tokens, 0-d; the parts of all ranks add up to it.
+
+        A step's is the mean over its micro-batches, beside the mean over tokens. Called after `compute_loss_sum`.
+
+        Args:
+            layout: The layout of the shard.
+            batch_size: Its rows.
+            dp_cp_mesh: 1-D mesh of the ranks that hold different tokens.
+        """
+        return None
 
     def train_step(self) -> StepResult:
         """Make one optimizer step over a window of micro-batches."""
@@ -125,19 +164,34 @@ class BaseTrainer:
         return StepResult(loss=loss, valid_tokens=window.valid_tokens, grad_norm=grad_norm)
 
     def next_window(self) -> Window:
-        """Fetch and shard the micro-batches of the next step."""
-        batches = tuple(self._shard(next(self._stream_iterator())) for _ in range(self.config.accumulation_steps))
+        """Fetch and shard the micro-batches of the next step: fewer than others if the data ends here.
+
+        Raises:
+            InvalidInputError: On all ranks, if the data has ended, or ends earlier on some ranks.
+        """
+        fetched = itertools.islice(self._stream_iterator(), self.config.accumulation_steps)
+        batches = tuple(self._shard(batch) for batch in fetched)
         counts = tuple(count_valid_tokens(batch["shift_labels"]) for batch in batches)
-        valid_tokens = sum(gather_objects(sum(counts), mesh=self.meshes.dp_cp_mesh))
-        return Window(batches=batches, counts=counts, valid_tokens=valid_tokens)
+        weights = tuple(self.loss_weight_sum(b["shift_labels"], b.get("loss_weights")) for b in batches)
+        own = None if None in weights else math.fsum(weight for weight in weights if weight is not None)
+        shares = gather_objects((len(batches), sum(counts), own), mesh=self.meshes.dp_cp_mesh)
+        _refuse_unequal_windows([length for length, _, _ in shares])
+        sums = [weight for _, _, weight in shares if weight is not None]
+        return Window(
+            batches=batches,
+            counts=counts,
+            valid_tokens=sum(count for _, count, _ in shares),
+            weights=weights,
+            weight_sum=math.fsum(sums) if sums else None,
+        )
 
     def accumulate(self, window: Window) -> torch.Tensor:
-        """Run forward and backward of each micro-batch; return the mean loss over the window's valid tokens, 0-d."""
+        """Run forward and backward of each micro-batch; return the mean loss over the window, 0-d."""
         logged = torch.zeros((), device=self.meshes.device)
         last = len(window.batches) - 1
-        for index, (batch, count) in enumerate(zip(window.batches, window.counts, strict=True)):
+        for index in range(len(window.batches)):
             self.gradients.will_reduce(index == last)
-            logged = logged + self._backward(batch, count, window.valid_tokens).logged
+            logged = logged + self._backward(window, index)
         return logged
 
     def reduce_gradients(self) -> None:
@@ -202,23 +256,38 @@ class BaseTrainer:
         multiple = sequence_multiple(axes.cp_size, self.applied.strategies)
         return multiple * axes.tp_size if axes.sequence_parallel else multiple
 
-    def _backward(self, batch: dict[str, Any], count: int, window_valid_tokens: int) -> GlobalLoss:
+    def _backward(self, window: Window, index: int) -> torch.Tensor:
+        batch = window.batches[index]
         local = {
             name: value.to(self.meshes.device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
-        shift_labels = local.pop("shift_labels")
+        shift_labels, layout = local.pop("shift_labels"), batch["cp_layout"]
+        weights = {"loss_weights": local.pop("loss_weights")} if "loss_weights" in local else {}
         if not self.applied.report:  # nothing is wrapped: the model gets what it would get without any of this
             local.pop("cp_layout")
+        weighted = window.weight_sum is not None
         loss = mean_global_loss(
-            self.compute_loss_sum(local, shift_labels),
-            count,
+            self.compute_loss_sum(local, shift_labels, **weights),
+            window.counts[index],
             dp_cp_mesh=self.meshes.dp_cp_mesh,
             grad_average_degree=1,  # every domain sums
-            window_valid_tokens=window_valid_tokens,
+            window_valid_tokens=None if weighted else window.valid_tokens,
+            local_weight_sum=window.weights[index],
+            window_weight_sum=window.weight_sum,
         )
-        loss.backward.backward()
-        return loss
+        auxiliary = self._auxiliary_share(layout, batch_size=shift_labels.shape[0], num_batches=len(window.batches))
+        if auxiliary is None:
+            loss.backward.backward()
+            return loss.logged
+        (loss.backward + auxiliary).backward()
+        logged = auxiliary.detach().clone()
+        all_reduce_sum([logged], mesh=self.meshes.dp_cp_mesh)
+        return loss.logged + logged
+
+    def _auxiliary_share(self, layout: SequenceLayout, *, batch_size: int, num_batches: int) -> torch.Tensor | None:
+        part = self.compute_auxiliary_loss(layout, batch_size=batch_size, dp_cp_mesh=self.meshes.dp_cp_mesh)
+        return None if part is None else part / num_batches
 
     def _measured_step(self, step: int) -> StepMetrics:
         lr = float(self.scheduler.get_last_lr()[0])
@@ -264,7 +333,7 @@ class BaseTrainer:
         for row in self.applied.report:
             methods.setdefault(row.wrapper, []).append(row.fqn)
         return {
-            "ranks": f"{axes.world_size} (dp {axes.dp_size} x cp {axes.cp_size} x tp {axes.tp_size}) on {self.meshes.device.type}",
+            "ranks": f"{axes.world_size} ({_sizes(axes)}) on {self.meshes.device.type}",
             "model": f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters()):,} parameters",
             "methods": "; ".join(f"{name}: {_short(fqns)}" for name, fqns in methods.items()) or "none (cp_size 1)",
             "batch": f"{self.config.training.global_batch_size} x {self.config.data.seq_length} tokens",
@@ -273,36 +342,19 @@ class BaseTrainer:
         }
 
 
-class TextTrainer(BaseTrainer):
-    """Trains a causal language model of transformers on text."""
+def _refuse_unequal_windows(lengths: Sequence[int]) -> None:
+    if not any(lengths):
+        raise InvalidInputError("the data has ended before train_iters; give more of it, or make build_data endless.")
+    if len(set(lengths)) > 1:
+        raise InvalidInputError(
+            f"the data of data-parallel ranks must end together, but they have {sorted(set(lengths))} micro-batches "
+            "left for this step; let build_data give each rank the same number."
+        )
 
-    def build_data(self) -> BatchStream:
-        """Return blocks of the configured text."""
-        config = self.config
-        self.tokenizer = make_tokenizer(config.data.tokenizer)
-        cache_dir = Path(config.output_dir) / "data-cache"
-        blocks = load_blocks(config.data, self.tokenizer, cache_dir, self.meshes.world_mesh)
-        return BatchStream(blocks, config.training, self.meshes)
 
-    def build_model(self) -> torch.nn.Module:
-        """Return the configured model.
-
-        Raises:
-            InvalidInputError: If its vocabulary does not hold the tokenizer's ids.
-        """
-        model = HyperAutoModel.build(self.config.model)
-        require_vocabulary(model, self.tokenizer, self.config.data.tokenizer)
-        built: torch.nn.Module = model
-        return built
-
-    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed cross-entropy; the model is called without labels, which it would shift by itself."""
-        logits = self.model(**inputs).logits
-        if self.config.accelerator.loss_parallel:
-            return vocab_parallel_loss_sum(
-                logits, shift_labels, tp_mesh=self.meshes.tp_mesh, vocab_size=self.model.get_output_embeddings().out_features
-            )
-        return token_loss_sum(logits, shift_labels)
+def _sizes(axes: AcceleratorConfig) -> str:
+    tensor_parallel = f" x tp {axes.tp_size}" if axes.tp_size > 1 else ""
+    return f"dp {axes.dp_size} x cp {axes.cp_size}{tensor_parallel}"
 
 
 def _short(fqns: list[str]) -> str:

@@ -16,7 +16,7 @@ from cp_core import ContextParallelError, InvalidInputError, PeerError
 
 from ._config import TrainerConfig
 from ._inspection import Setting, inspect_config
-from ._trainer import TextTrainer
+from ._text_trainer import TextTrainer
 
 FAILED, INTERRUPTED = 1, 130
 

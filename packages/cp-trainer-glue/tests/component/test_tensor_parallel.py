@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cp_core import sequence_multiple, sum_gradients
 from cp_trainer_glue import ModuleShardingSpec, ShardingApplier, ShardingPlanner
-from cp_trainer_glue._loss import token_loss_sum
 from cp_trainer_glue._tensor_parallel import sum_tp_gradients
 from cp_trainer_glue._vocab_parallel_loss import vocab_parallel_loss_sum
 
@@ -83,6 +82,10 @@ def build_model(family: str) -> Any:
     return model
 
 
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB_SIZE, (count, 2, SEQ_LENGTH), generator=generator)
@@ -106,7 +109,9 @@ def parallel_gradients(case: Case) -> tuple[float, dict[str, torch.Tensor | None
     """Return the loss sum of all ranks' tokens, and each parameter's gradient, whole."""
     mesh, model = tp_mesh_of(case.cp), build_model(case.family)
     tp_size = mesh["tp"].size()
-    specs = {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper=case.wrapper, region_dispatch=False)}
+    specs = (
+        {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper=case.wrapper, region_dispatch=False)}
+    )
     plan = ShardingPlanner(specs).plan(model, mesh, tp_size=tp_size, cp_size=case.cp, **case.switches)
     applier = ShardingApplier(plan, mesh)
     tp_grad_info = applier.split(model)

@@ -236,7 +236,7 @@ def world_mesh() -> Any:
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("everyone",))
 
 
-MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1)]
+MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
 DOMAINS = ["none", "fsdp", "hsdp"]
 
 

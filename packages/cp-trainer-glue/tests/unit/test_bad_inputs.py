@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
         {"accelerator.ep_size": 2}, ("accelerator.ep_size: 2 is not supported in this version; leave it at 1.",)
     ),
     "tp": Case(
-        {"accelerator.tp_size": 2}, ("accelerator.tp_size: 2 is not supported in this version; leave it at 1 and",)
+        {"accelerator.tp_size": 2}, ("num_q_heads (2) and num_kv_heads (1) must be divisible by tp_size (2)",), False
     ),
     "reentrant recomputation of nothing": Case(
         {"training.checkpoint_reentrant": True}, ("checkpoint_reentrant: activation_checkpoint is none",)
@@ -162,9 +162,12 @@ CASES: dict[str, Case] = {
         {"fsdp": {"reduce_dtype": "float8"}}, ("fsdp.reduce_dtype: must be 'float64', ",), corrected=False
     ),
     "sequence_parallel": Case(
-        {"accelerator.sequence_parallel": True}, ("sequence_parallel: needs tensor parallelism",)
+        {"accelerator.sequence_parallel": True},
+        ("sequence_parallel: shards over tensor-parallel ranks, but tp_size is 1",),
     ),
-    "loss_parallel": Case({"accelerator.loss_parallel": True}, ("loss_parallel: needs tensor parallelism",)),
+    "loss_parallel": Case(
+        {"accelerator.loss_parallel": True}, ("loss_parallel: shards over tensor-parallel ranks, but tp_size is 1",)
+    ),
     "validate": Case({"sharding_mode": "validate"}, ("sharding_mode: validate is not supported in this version",)),
     # sizes
     "cp_size 0": Case({"accelerator.cp_size": 0}, ("cp_size: must be greater than or equal to 1, but is 0.",), False),
@@ -226,7 +229,21 @@ CASES: dict[str, Case] = {
     ),
     # the model and the data
     "cache": Case({"model.config.use_cache": True}, ("use_cache: a key/value cache is for inference; leave it out.",)),
-    "router loss": Case({"model.config.output_router_logits": True}, ("the load-balancing loss of experts is no sum",)),
+    "loss of experts of another kind": Case(
+        {"model.config": {"model_type": "dbrx", "output_router_logits": True}},
+        ("output_router_logits: the expert loss of DbrxForCausalLM is not the load balancing of Mixtral's kind",),
+        corrected=False,
+    ),
+    "chunks of a split head": Case(
+        {"loss": {"chunk_tokens": 8}, "accelerator.tp_size": 2},
+        ("loss.chunk_tokens: with tp_size 2 the output",),
+        False,
+    ),
+    "loss of shards with smoothing": Case(
+        {"loss": {"label_smoothing": 0.1}, "accelerator.tp_size": 2, "accelerator.loss_parallel": True},
+        ("loss.label_smoothing: is not supported where logits stay sharded",),
+        corrected=False,
+    ),
     "no model type": Case(
         {"model.config.model_type": None}, ("model.config.model_type: is missing; name a family",), False
     ),
@@ -339,8 +356,8 @@ CASES: dict[str, Case] = {
         says=("accelerator.pp_size: 2 is not supported",), corrected=False, options=("--set", "accelerator.pp_size=2")
     ),
     "sizes that fit until they are mended": Case(
-        {"accelerator.tp_size": 2, "training.global_batch_size": 4},
-        ("config.yaml: 1 fault", "accelerator.tp_size: 2 is not supported"),
+        {"accelerator.pp_size": 2, "training.global_batch_size": 4},
+        ("config.yaml: 1 fault", "accelerator.pp_size: 2 is not supported"),
         options=("--nproc", "4"),
     ),
     "a number for a key of a section": Case(

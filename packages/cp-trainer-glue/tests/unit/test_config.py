@@ -132,12 +132,14 @@ WRONG = {
     "no data": (changed(data={"seq_length": 8}), "data: needs exactly one of source and files, but has none."),
     "pp": (changed(accelerator__pp_size=2), "accelerator.pp_size: 2 is not supported in this version; leave it at 1."),
     "ep": (changed(accelerator__ep_size=2), "accelerator.ep_size: 2 is not supported in this version; leave it at 1."),
-    "tp": (changed(accelerator__tp_size=2), "accelerator.tp_size: 2 is not supported in this version"),
     "reentrant": (
         changed(training__checkpoint_reentrant=True),
         "training.checkpoint_reentrant: activation_checkpoint is none, and reentrant",
     ),
-    "sequence_parallel": (changed(accelerator__sequence_parallel=True), "accelerator.sequence_parallel: needs tensor"),
+    "sequence_parallel": (
+        changed(accelerator__sequence_parallel=True),
+        "accelerator.sequence_parallel: shards over tensor-parallel ranks, but tp_size is 1",
+    ),
     "validate": (changed(sharding_mode="validate"), "sharding_mode: validate is not supported in this version"),
     "batch": (
         changed(training__micro_batch_size=4),
@@ -145,9 +147,13 @@ WRONG = {
         "(1), for example 4.",
     ),
     "cache": (changed(model__config__use_cache=True), "model.config.use_cache: a key/value cache is for inference"),
-    "router loss": (
-        changed(model__config__output_router_logits=True),
-        "model.config.output_router_logits: the load-bal",
+    "smoothing in chunks": (
+        changed(loss={"label_smoothing": 0.1, "chunk_tokens": 8}),
+        "loss.label_smoothing: torch works out the loss in chunks",
+    ),
+    "chunks of a split head": (
+        changed(loss={"chunk_tokens": 8}, accelerator__tp_size=2),
+        "loss.chunk_tokens: with tp_size 2 the output layer is split",
     ),
     "a value for a section": (changed(model=3), "model: must be a mapping, but is 3."),
     "a mapping for a list": (changed(plan_overrides={"a": 1}), "plan_overrides: must be a list, but is {'a': 1}."),

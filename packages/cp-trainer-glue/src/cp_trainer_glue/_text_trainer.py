@@ -1,0 +1,84 @@
+"""Training of causal language models of transformers on text."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_core import SequenceLayout, UnsupportedError
+
+from ._data import BatchStream, load_blocks
+from ._expert_balance import ExpertBalance
+from ._loss import LossInHead, TokenLoss
+from ._model import HyperAutoModel, require_vocabulary
+from ._tokenizer import make_tokenizer
+from ._trainer import BaseTrainer
+from ._vocab_parallel_loss import vocab_parallel_loss_sum
+
+
+class TextTrainer(BaseTrainer):
+    """Trains a causal language model of transformers on text."""
+
+    def build_data(self) -> BatchStream:
+        """Return blocks of the configured text."""
+        config = self.config
+        self.tokenizer = make_tokenizer(config.data.tokenizer)
+        cache_dir = Path(config.output_dir) / "data-cache"
+        blocks = load_blocks(config.data, self.tokenizer, cache_dir, self.meshes.world_mesh)
+        return BatchStream(blocks, config.training, self.meshes)
+
+    def build_model(self) -> torch.nn.Module:
+        """Return the configured model.
+
+        Raises:
+            InvalidInputError: If its vocabulary does not hold the tokenizer's ids.
+        """
+        model = HyperAutoModel.build(self.config.model)
+        require_vocabulary(model, self.tokenizer, self.config.data.tokenizer)
+        built: torch.nn.Module = model
+        return built
+
+    def prepare_loss(self) -> None:
+        """Read the loss section, and take over the loss that a model makes of its own rank's tokens only."""
+        model: Any = self.model
+        self.expert_balance = ExpertBalance.take_over(model)
+        self.token_loss = TokenLoss(self.config.loss, model.get_output_embeddings().weight.shape[0])
+        self.loss_in_head = None if self.config.loss.chunk_tokens is None else LossInHead(model)
+
+    def compute_loss_sum(
+        self, inputs: dict[str, Any], shift_labels: torch.Tensor, *, loss_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the summed cross-entropy; the model is called without labels, which it would shift by itself."""
+        recording = nullcontext() if self.expert_balance is None else self.expert_balance.recording()
+        with recording:
+            if self.loss_in_head is not None:
+                return self.loss_in_head.loss(inputs, self.token_loss, shift_labels, loss_weights)
+            logits = self.model(**inputs).logits
+        if self.config.accelerator.loss_parallel:
+            return self._loss_of_sharded_logits(logits, shift_labels, loss_weights)
+        return self.token_loss.of_logits(logits, shift_labels, loss_weights)
+
+    def loss_weight_sum(self, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None) -> float | None:
+        """Return the sum of class weights and token weights of a shard, None where there are none."""
+        return self.token_loss.weight_sum(shift_labels, loss_weights)
+
+    def compute_auxiliary_loss(
+        self, layout: SequenceLayout, *, batch_size: int, dp_cp_mesh: DeviceMesh | None
+    ) -> torch.Tensor | None:
+        """Return this rank's part of the load-balancing loss of experts, if the model's config asks for it."""
+        if self.expert_balance is None:
+            return None
+        return self.expert_balance.loss_part(layout, batch_size=batch_size, dp_cp_mesh=dp_cp_mesh)
+
+    def _loss_of_sharded_logits(
+        self, logits: torch.Tensor, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        if loss_weights is not None:
+            raise UnsupportedError(
+                "loss_parallel: a batch with loss_weights is not supported; set loss_parallel false."
+            )
+        model: Any = self.model
+        vocab_size = model.get_output_embeddings().out_features
+        return vocab_parallel_loss_sum(logits, shift_labels, tp_mesh=self.meshes.tp_mesh, vocab_size=vocab_size)
