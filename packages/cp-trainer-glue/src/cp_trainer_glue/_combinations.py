@@ -140,12 +140,6 @@ def _batch_faults(training: TrainingConfig, accelerator: AcceleratorConfig) -> I
 
 
 def _loss_faults(loss: LossConfig, accelerator: AcceleratorConfig) -> Iterator[Finding]:
-    if loss.chunk_tokens is not None and loss.label_smoothing:
-        yield (
-            "loss.label_smoothing: torch works out the loss in chunks of tokens without smoothing only; set it to 0, "
-            "or leave chunk_tokens out.",
-            None,
-        )
     if loss.chunk_tokens is not None and accelerator.tp_size > 1:
         yield (
             f"loss.chunk_tokens: with tp_size {accelerator.tp_size} the output layer is split over ranks; leave it "

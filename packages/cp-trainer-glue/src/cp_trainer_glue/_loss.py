@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import LinearCrossEntropyOptions
-from torch.nn.functional import cross_entropy, linear_cross_entropy
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
 
 from cp_core import InvalidInputError, UnsupportedError, sum_loss_weights
 
@@ -70,28 +70,48 @@ class TokenLoss:
     ) -> torch.Tensor:
         """Return what `of_logits` does for the output of a linear head, without `[B, L, V]` at any time.
 
+        The logits of a chunk are worked out once more in backward.
+
         Args:
             hidden: `[B, L, H]`.
             head: The linear layer to V.
             shift_labels, loss_weights: `[B, L]`.
         """
-        losses = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            head.weight,
-            shift_labels.flatten(),
-            linear_bias=head.bias,
-            weight=self._weights_like(hidden),
-            reduction="sum" if loss_weights is None else "none",
-            # Gradients of the head add up over chunks, so they are kept wide in between.
-            options=LinearCrossEntropyOptions(
-                batch_chunk_size=self._config.chunk_tokens, chunking_method=None, acc_policy="accurate"
-            ),
-        )
-        wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
-        return wide if loss_weights is None else (wide * loss_weights.flatten()).sum()
+        weight = head.weight
+        if weight.dtype.itemsize == 2:
+            weight = weight.float()  # so that its gradients are added up over the chunks in fp32
+        length = self._config.chunk_tokens or hidden.shape[1]
+        parts = [
+            checkpoint(
+                self._of_chunk, rows, weight, head.bias, labels, weights, use_reentrant=False, preserve_rng_state=False
+            )
+            for rows, labels, weights in _chunks(hidden, shift_labels, loss_weights, length=length)
+        ]
+        return torch.stack(parts).sum()
+
+    def _of_chunk(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        loss_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.of_logits(linear(hidden, weight.to(hidden.dtype), bias), labels, loss_weights)
 
     def _weights_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None if self._class_weights is None else self._class_weights.to(tensor.device, tensor.dtype)
+
+
+def _chunks(
+    hidden: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None, *, length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield at most `length` tokens at a time, as one row: `[1, length, H]`, `[1, length]`, `[1, length]`."""
+    rows, targets = hidden.flatten(0, 1).unsqueeze(0), labels.reshape(1, -1)
+    weights = None if loss_weights is None else loss_weights.reshape(1, -1)
+    for start in range(0, rows.shape[1], length):
+        part = slice(start, start + length)
+        yield rows[:, part], targets[:, part], None if weights is None else weights[:, part]
 
 
 class LossInHead:

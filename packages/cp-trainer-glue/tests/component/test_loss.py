@@ -22,6 +22,8 @@ from cp_collectives import current_platform
 from cp_collectives.testing import RankFailed
 from cp_core import _expert_loss
 from cp_trainer_glue import TextTrainer, TrainerConfig
+from cp_trainer_glue._config import LossConfig
+from cp_trainer_glue._loss import TokenLoss
 
 V, S = 48, 14
 SIZES = {
@@ -59,6 +61,10 @@ class Case:
     counts: tuple[int, ...] = (9, 4)
     micro_batch_size: int = 1
     sections: dict[str, Any] = field(default_factory=dict)
+    # Fields of the model's config.
+    fields: dict[str, Any] = field(default_factory=dict)
+    tp: int = 1
+    switches: dict[str, bool] = field(default_factory=dict)
     with_loss_weights: bool = False
     experts: bool = False
     # Micro-batches that there are; None for as many as are asked for.
@@ -66,7 +72,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.cp
+        return self.dp * self.cp * self.tp
 
 
 def step_batch(case: Case) -> dict[str, torch.Tensor]:
@@ -84,9 +90,7 @@ def step_batch(case: Case) -> dict[str, torch.Tensor]:
 
 def build_model(case: Case) -> Any:
     torch.manual_seed(0)
-    fields = {**SIZES, **MIXTURES.get(case.family, {})}
-    if case.family == "granite":
-        fields["logits_scaling"] = 2.0
+    fields = {**SIZES, **MIXTURES.get(case.family, {}), **case.fields}
     config = AutoConfig.for_model(case.family, **fields, use_cache=False, output_router_logits=case.experts)
     experts = {"experts_implementation": "eager"} if case.family in MIXTURES else {}
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa", **experts)
@@ -130,7 +134,7 @@ def make_trainer(case: Case) -> TextTrainer:
         },
         "loss": case.loss,
         "optimizer": {"name": "sgd", "lr": 0.1},
-        "accelerator": {"dp_replicate_size": case.dp, "cp_size": case.cp},
+        "accelerator": {"dp_replicate_size": case.dp, "cp_size": case.cp, "tp_size": case.tp, **case.switches},
         "plan_overrides": [
             {"match": "*.self_attn", "when": "cp", "region_dispatch": False, "inner_wrapper": "sdpa_hf"}
         ],
@@ -165,9 +169,10 @@ def token_loss(case: Case, logits: torch.Tensor, batch: dict[str, torch.Tensor])
         count = int((labels != -100).sum())
         mean = cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight, label_smoothing=smoothing)
         return mean if count else logits.sum() * 0
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight, reduction="none")
     weights = (batch["loss_weights"][:, 1:] * (labels != -100)).flatten()
-    return (losses * weights).sum() / weights.sum()
+    of_class = 1 if weight is None else weight[labels.clamp(min=0).flatten()]
+    return (losses * weights).sum() / (weights * of_class).sum()
 
 
 def expert_loss(case: Case, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -214,9 +219,15 @@ CASES = {
     "chunks, class weights": Case(loss={"chunk_tokens": 4, "class_weights": CLASS_WEIGHTS}),
     "chunks, weights of tokens": Case(loss={"chunk_tokens": 4}, with_loss_weights=True),
     "chunks, sharded": Case(loss={"chunk_tokens": 3}, sections={"fsdp": {}}),
-    "chunks, sharded, tied": Case(
+    "chunks, sharded, recomputed": Case(
         loss={"chunk_tokens": 3}, sections={"fsdp": {}, "training": {"activation_checkpoint": "full"}}
     ),
+    "chunks, tied": Case(loss={"chunk_tokens": 3}, fields={"tie_word_embeddings": True}),
+    "chunks, tied, sharded": Case(
+        loss={"chunk_tokens": 3}, fields={"tie_word_embeddings": True}, sections={"fsdp": {}}
+    ),
+    "chunks, smoothing": Case(loss={"chunk_tokens": 3, "label_smoothing": 0.2}),
+    "class weights and weights of tokens": Case(loss={"class_weights": CLASS_WEIGHTS}, with_loss_weights=True),
     "class weights over data-parallel ranks": Case(dp=2, loss={"class_weights": CLASS_WEIGHTS}, counts=(1, 7, 13, 2)),
     "1, 7 and 13 labels": Case(counts=(1, 7, 13)),
     "a micro-batch without labels": Case(counts=(0, 5)),
@@ -233,6 +244,10 @@ CASES = {
         family="qwen3_moe", experts=True, sections={"training": {"activation_checkpoint": "full"}}
     ),
     "experts, sharded": Case(family="qwen3_moe", experts=True, sections={"fsdp": {}}),
+    "experts over tensor-parallel ranks": Case(family="qwen3_moe", experts=True, tp=2),
+    "experts under sequence_parallel": Case(
+        family="qwen3_moe", experts=True, tp=2, switches={"sequence_parallel": True, "loss_parallel": True}
+    ),
     "experts and chunks": Case(family="qwen3_moe", experts=True, loss={"chunk_tokens": 4}),
 }
 
@@ -243,6 +258,26 @@ def test_loss_and_gradients_are_those_of_one_process(worlds: Any, case: Case) ->
     for loss, gradients in worlds(case.world_size).run(distance_from_one_process, case):
         assert loss < 1e-12
         assert gradients < 1
+
+
+def bf16_loss_of_chunks(chunk_tokens: int | None) -> tuple[float, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, labels = torch.randn(2, 32, 16, generator=generator).bfloat16(), torch.randint(V, (2, 32))
+    head = torch.nn.Linear(16, V, bias=False).bfloat16()
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(V, 16, generator=generator))
+    loss = TokenLoss(LossConfig(chunk_tokens=chunk_tokens), V)
+    labels = torch.randint(V, (2, 32), generator=generator)
+    value = loss.of_hidden(hidden, head, labels, None) if chunk_tokens else loss.of_logits(head(hidden), labels, None)
+    value.backward()
+    return value.item(), head.weight.grad
+
+
+def test_chunks_of_16_bit_lose_nothing() -> None:
+    whole_loss, whole_gradient = bf16_loss_of_chunks(None)
+    loss, gradient = bf16_loss_of_chunks(2)
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    assert float((gradient - whole_gradient).float().norm()) < 2**-8 * float(whole_gradient.float().norm())
 
 
 # --- the end of the data --------------------------------------------------------------------------------------------
@@ -292,7 +327,7 @@ def test_data_parallel_ranks_must_end_together(worlds: Any) -> None:
 
 
 def chunks_of_a_model_that_changes_its_logits() -> None:
-    case = Case(family="granite", loss={"chunk_tokens": 4})
+    case = Case(family="granite", loss={"chunk_tokens": 4}, fields={"logits_scaling": 2.0})
     trainer = make_trainer(case)
     trainer.accumulate(trainer.next_window())
 
@@ -326,12 +361,12 @@ def largest_allocation(case: Case) -> int:
 
 def test_logits_exist_for_as_many_tokens_as_asked_for(worlds: Any) -> None:
     counts, item = (9, 4, 2, 3, 1, 1, 1, 1), 8
-    whole_logits = len(counts) * S // 2 * V * item
-    plain = Case(counts=counts, micro_batch_size=len(counts))
-    assert min(worlds(2).run(largest_allocation, plain)) >= whole_logits
-    # What is left are activations of the model, a few H wide, and the head's gradient [V, H].
+    vocab_size = 4096
+    plain = Case(counts=counts, micro_batch_size=len(counts), fields={"vocab_size": vocab_size})
+    assert min(worlds(2).run(largest_allocation, plain)) >= len(counts) * S // 2 * vocab_size * item
+    # What is left is the head's gradient [V, H].
     chunked = dataclasses.replace(plain, loss={"chunk_tokens": 3})
-    assert max(worlds(2).run(largest_allocation, chunked)) < 0.75 * whole_logits
+    assert max(worlds(2).run(largest_allocation, chunked)) == vocab_size * SIZES["hidden_size"] * item
 
 
 class HostWaits(TorchDispatchMode):

@@ -147,10 +147,6 @@ WRONG = {
         "(1), for example 4.",
     ),
     "cache": (changed(model__config__use_cache=True), "model.config.use_cache: a key/value cache is for inference"),
-    "smoothing in chunks": (
-        changed(loss={"label_smoothing": 0.1, "chunk_tokens": 8}),
-        "loss.label_smoothing: torch works out the loss in chunks",
-    ),
     "chunks of a split head": (
         changed(loss={"chunk_tokens": 8}, accelerator__tp_size=2),
         "loss.chunk_tokens: with tp_size 2 the output layer is split",
