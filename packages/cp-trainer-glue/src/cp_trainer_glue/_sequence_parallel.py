@@ -1,10 +1,11 @@
 """Sharding the residual stream of a decoder along the sequence, over tensor-parallel ranks.
 
-B batch, L tokens of this context-parallel rank, T tensor-parallel ranks, H hidden size. Between split modules each rank
-has `[B, L / T, H]`, inside them `[B, L, H]`. Hooks of modules do it, which stay when a forward is replaced.
+B batch, L tokens of this context-parallel rank, T tensor-parallel ranks, H hidden size. Each rank has `[B, L / T, H]` of
+the stream and `[B, L, H]` behind a norm, which is what attention and MLP are given. The modules whose forward changes
+are such that no context-parallel method and no recomputation of attentions replaces them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from cp_core import InvalidInputError
 from ._sequence_parallel_plan import SequenceParallelPlan
 
 _TOKENS = Shard(1)
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ColwiseOfGathered(ColwiseParallel):  # type: ignore[misc]  # transformers has no types
@@ -27,6 +29,8 @@ class ColwiseOfGathered(ColwiseParallel):  # type: ignore[misc]  # transformers 
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take a local `[B, L, H]`, the same on all ranks."""
+        if not torch.is_grad_enabled():  # transformers computes on local tensors then
+            return super().transform_inputs_pre_forward(module, args, kwargs, mesh)  # type: ignore[no-any-return]
         whole = DTensor.from_local(args[0], mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
         return (whole, *args[1:]), kwargs
 
@@ -34,7 +38,7 @@ class ColwiseOfGathered(ColwiseParallel):  # type: ignore[misc]  # transformers 
 def shard_residual_stream(
     modules: Mapping[str, torch.nn.Module], plan: SequenceParallelPlan, tp_mesh: DeviceMesh
 ) -> None:
-    """Cut the residual stream before the first layer, gather it for each split module and behind the last norm.
+    """Cut the residual stream before the first layer and behind experts, and gather what norms make of it.
 
     Args:
         modules: The model's modules by name.
@@ -43,14 +47,13 @@ def shard_residual_stream(
 
     Backward: what was cut is gathered. What was gathered is cut, after a sum where gradients are parts.
     """
-    cut, gather = partial(_cut, tp_mesh), partial(_gathered, tp_mesh, Replicate())
-    _before(modules[plan.first_layer], cut)
-    _behind(modules[plan.last_norm], gather)
-    for name in plan.dense:
-        _before(modules[name], partial(_gathered, tp_mesh, Partial()))
+    _change_input(modules[plan.first_layer], partial(_cut, tp_mesh))
+    for name in plan.norms_before_dense:
+        _change_output(modules[name], partial(_gathered, tp_mesh, Partial()))
+    for name in plan.other_norms:
+        _change_output(modules[name], partial(_gathered, tp_mesh, Replicate()))
     for name in plan.experts:
-        _before(modules[name], gather)
-        _behind(modules[name], cut)
+        _change_output(modules[name], partial(_cut, tp_mesh))
 
 
 def _cut(tp_mesh: DeviceMesh, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,14 +71,19 @@ def _gathered(tp_mesh: DeviceMesh, gradient: Placement, hidden: torch.Tensor) ->
     return shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
-def _before(module: torch.nn.Module, change: Any) -> None:
-    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-        return (change(args[0]), *args[1:]), kwargs
+def _change_input(module: Any, change: _Change) -> None:
+    forward = module.forward
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    def of_changed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(change(hidden_states), *args, **kwargs)
+
+    module.forward = of_changed
 
 
-def _behind(module: torch.nn.Module, change: Any) -> None:
-    module.register_forward_hook(lambda _module, _args, output: change(output))
+def _change_output(module: Any, change: _Change) -> None:
+    forward = module.forward
+
+    def changed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return change(forward(*args, **kwargs))
+
+    module.forward = changed

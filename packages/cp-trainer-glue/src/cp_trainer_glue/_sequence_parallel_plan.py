@@ -1,6 +1,6 @@
 """Which activations between the split modules of a model may be sharded along the sequence; needs no ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,22 +8,26 @@ import torch
 
 from cp_wrappers import Fault
 
-# Families whose decoder hands a residual stream through its layers and nothing else, tried parameter by parameter.
+# Families whose decoder is tried, parameter by parameter; their layers hand a residual stream on and nothing else, and
+# have these norms before these modules.
 PROVEN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_NORM_BEFORE = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallelPlan:
     """Where the residual stream is cut into shards of tokens, and where it is whole."""
 
-    # The first decoder layer, whose input is cut, and the last norm, whose output is gathered.
+    # The first decoder layer, whose input is cut.
     first_layer: str
-    last_norm: str
-    # Modules of split linear layers: the stream is gathered before them, and their sum comes out cut.
+    # Modules of split linear layers, whose output comes out cut, and the norms before them.
     dense: tuple[str, ...]
-    # Modules around experts: gathered before, summed, and cut behind.
+    norms_before_dense: tuple[str, ...]
+    # Modules around experts, whose output is summed and then cut.
     experts: tuple[str, ...]
-    # Parameters that see one rank's tokens only.
+    # The norms before these, and the last one.
+    other_norms: tuple[str, ...]
+    # Parameters that see one rank's tokens only: those of all norms.
     partial: tuple[str, ...]
 
 
@@ -45,22 +49,21 @@ def plan_sequence_parallel(
         return None, (Fault(message=message, unsupported=True),)
     base: Any = model.base_model
     prefix = next(name for name, module in model.named_modules() if module is base)
-    layers = [(f"{prefix}.layers.{index}", layer) for index, layer in enumerate(base.layers)]
-    parts = {f"{name}.{child}": part for name, layer in layers for child, part in layer.named_children()}
-    split = {name for name in parts if any(place.startswith(f"{name}.") for place in styles)}
-    dense = tuple(name for name in parts if name in split and styles.get(f"{name}.experts") is None)
-    norms = {**{name: part for name, part in parts.items() if name not in split}, f"{prefix}.norm": base.norm}
+    layers = [f"{prefix}.layers.{index}" for index in range(len(base.layers))]
+    parts = {f"{layer}.{part}": f"{layer}.{norm}" for layer in layers for part, norm in _NORM_BEFORE.items()}
+    dense = {part: norm for part, norm in parts.items() if f"{part}.experts" not in styles}
+    experts = {part: norm for part, norm in parts.items() if part not in dense}
+    last_norm = f"{prefix}.norm"
     plan = SequenceParallelPlan(
-        first_layer=layers[0][0],
-        last_norm=f"{prefix}.norm",
-        dense=dense,
-        experts=tuple(name for name in parts if name in split and name not in dense),
-        partial=tuple(_parameters(norms)),
+        first_layer=layers[0],
+        dense=tuple(dense),
+        norms_before_dense=tuple(dense.values()),
+        experts=tuple(experts),
+        other_norms=(*experts.values(), last_norm),
+        partial=tuple(
+            f"{norm}.{name}"
+            for norm in (*parts.values(), last_norm)
+            for name, _ in model.get_submodule(norm).named_parameters()
+        ),
     )
     return plan, ()
-
-
-def _parameters(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    for prefix, module in modules.items():
-        for name, _ in module.named_parameters():
-            yield f"{prefix}.{name}"

@@ -45,7 +45,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
     "phi3": {"model_type": "phi3"},
     "glm4": {"model_type": "glm4"},
-    "gemma": {"model_type": "gemma"},
     "starcoder2": {"model_type": "starcoder2", "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
 WITH_SEQUENCE_PARALLEL = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-dense_layer")
