@@ -1,20 +1,25 @@
 """Putting a plan into effect, with exactly the wrappers that the user declared."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_core import InvalidInputError
 from cp_wrappers import AppliedContextParallel, Meshes, install_boundaries
 
 from ._plan import ShardingPlan
 from ._planner import ShardingPlanner, mesh_axis
 from ._resolver import PlanOverrideResolver
 from ._tensor_parallel import TpGradInfo, apply_tensor_parallel
+from ._validation import Validation
 
 if TYPE_CHECKING:
     from ._config import TrainerConfig
     from ._mesh import MeshContext
+
+
+ShardingMode = Literal["production", "validate"]
 
 
 class AppliedSharding(NamedTuple):
@@ -23,6 +28,8 @@ class AppliedSharding(NamedTuple):
     context_parallel: AppliedContextParallel
     # Parameters whose gradient needs a sum over tensor-parallel ranks, once per step, with the group.
     tp_grad_info: TpGradInfo
+    # What watches the boundaries; None in production.
+    validation: Validation | None = None
 
 
 class ShardingApplier:
@@ -31,10 +38,23 @@ class ShardingApplier:
     Args:
         plan: What `ShardingPlanner.plan` returned.
         device_mesh: The mesh it was planned for; None is enough at cp size 1.
+        sharding_mode: `production` runs local tensors straight through; `validate` carries DTensors across each
+            boundary and checks the declared placements, with equal outputs and gradients.
+
+    Raises:
+        InvalidInputError: If the mode is another one, or there is no mesh to validate on.
     """
 
-    def __init__(self, plan: ShardingPlan, device_mesh: DeviceMesh | None) -> None:
-        self._plan, self._device_mesh = plan, device_mesh
+    def __init__(
+        self, plan: ShardingPlan, device_mesh: DeviceMesh | None, *, sharding_mode: ShardingMode = "production"
+    ) -> None:
+        if sharding_mode not in ("production", "validate"):
+            raise InvalidInputError(f"sharding_mode must be production or validate, but is {sharding_mode!r}.")
+        if sharding_mode == "validate" and device_mesh is None:
+            raise InvalidInputError("sharding_mode validate looks at tensors on a device mesh, but got none.")
+        self._plan, self._device_mesh, self._mode = plan, device_mesh, sharding_mode
+        # What watches the boundaries after `apply`; None in production.
+        self.validation: Validation | None = None
 
     def split(self, model: torch.nn.Module) -> TpGradInfo:
         """Split layers over tensor-parallel ranks, in place and for good; before `apply`.
@@ -61,7 +81,12 @@ class ShardingApplier:
             A handle with `.report`, `.strategies` and `.remove()`.
         """
         meshes = Meshes(cp_mesh=self._cp_mesh(), mesh=self._device_mesh, tp_mesh=self._tp_mesh())
-        return install_boundaries(model, self._plan.boundaries, meshes=meshes)
+        applied = install_boundaries(model, self._plan.boundaries, meshes=meshes)
+        if self._mode == "validate" and self._device_mesh is not None:
+            self.validation = Validation(device_mesh=self._device_mesh)
+            for plan in self._plan.boundaries:
+                self.validation.watch(plan.fqn, plan.module, self._plan.placements[plan.fqn])
+        return applied
 
     def _cp_mesh(self) -> DeviceMesh | None:
         names = () if self._device_mesh is None else self._device_mesh.mesh_dim_names or ()
@@ -75,7 +100,11 @@ class ShardingApplier:
 
 
 def apply_sharding_plan(
-    model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh | None
+    model: torch.nn.Module,
+    plan: ShardingPlan,
+    device_mesh: DeviceMesh | None,
+    *,
+    sharding_mode: ShardingMode = "production",
 ) -> tuple[torch.nn.Module, TpGradInfo]:
     """Apply a plan and return the model with what tensor parallelism adds to the gradient step.
 
@@ -83,19 +112,23 @@ def apply_sharding_plan(
         model: The model that was planned, not yet wrapped.
         plan: Its plan.
         device_mesh: The mesh it was planned for.
+        sharding_mode: As for `ShardingApplier`.
 
     Returns:
         `(model, tp_grad_info)`: the same model, split and wrapped, and the parameters that each tensor-parallel rank
         has whole and of whose gradient it finds a part, such as q/k norms: sum it over their group, once per step. None
         without tensor parallelism.
     """
-    return model, _applied(model, plan, device_mesh).tp_grad_info
+    return model, _applied(model, plan, device_mesh, sharding_mode).tp_grad_info
 
 
-def _applied(model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh | None) -> AppliedSharding:
-    applier = ShardingApplier(plan, device_mesh)
+def _applied(
+    model: torch.nn.Module, plan: ShardingPlan, device_mesh: DeviceMesh | None, sharding_mode: ShardingMode
+) -> AppliedSharding:
+    applier = ShardingApplier(plan, device_mesh, sharding_mode=sharding_mode)
     tp_grad_info = applier.split(model)
-    return AppliedSharding(context_parallel=applier.apply(model), tp_grad_info=tp_grad_info)
+    context_parallel = applier.apply(model)
+    return AppliedSharding(context_parallel=context_parallel, tp_grad_info=tp_grad_info, validation=applier.validation)
 
 
 def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> AppliedSharding:
@@ -114,7 +147,7 @@ def apply_plan(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "M
         ContextParallelError: With all faults together, on all ranks, before any module changes.
     """
     plan = _plan_of(model, config, mesh_context)
-    return _applied(model, plan, mesh_context.device_mesh)
+    return _applied(model, plan, mesh_context.device_mesh, config.sharding_mode)
 
 
 def _plan_of(model: torch.nn.Module, config: "TrainerConfig", mesh_context: "MeshContext") -> ShardingPlan:

@@ -35,11 +35,11 @@ def combination_faults(sections: Mapping[str, Any]) -> Iterator[Finding]:
     loss: LossConfig | None = sections.get("loss")
     if loss is not None and accelerator is not None:
         yield from _loss_faults(loss, accelerator)
-    mode = sections.get("sharding_mode", "production")
-    if mode != "production":
+    if training is not None and sections.get("sharding_mode") == "validate" and training.compile != "none":
         yield (
-            f"sharding_mode: {mode} is not supported in this version; use production.",
-            _setting("sharding_mode", "production"),
+            "training.compile: sharding_mode validate looks at tensors between blocks, which a compiler takes apart; "
+            "set compile to none.",
+            _setting("training.compile", "none"),
         )
 
 

@@ -148,6 +148,9 @@ class PlanOverride(Section):
     inner_wrapper: str | dict[str, Any] | None = None
     local_compute_fn: str | dict[str, Any] | None = None
     region_dispatch: Switch | None = None
+    # Where tensors lie by mesh axis, such as {cp: shard(1)}: what `sharding_mode: validate` checks over the defaults.
+    input_placements: dict[str, str] | None = None
+    output_placements: dict[str, str] | None = None
 
 
 class TrainerConfig(Section):

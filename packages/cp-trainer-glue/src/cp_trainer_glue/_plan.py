@@ -8,6 +8,7 @@ import yaml
 
 from cp_wrappers import BoundaryPlan, MethodDeclaration, Suggestion
 
+from ._placements import BoundaryPlacements
 from ._tensor_parallel_plan import TensorParallelPlan
 
 
@@ -26,6 +27,10 @@ class ModuleShardingSpec:
     local_compute_fn: str | Mapping[str, Any] | Callable[..., Any] | None = None
     # Must be false under context parallelism: a declarative boundary would communicate a second time.
     region_dispatch: bool | None = None
+    # Where what the attention is given, and what it returns, lies on each axis of the mesh, such as
+    # `{"cp": "shard(1)"}`; over what the method says. Checked under `sharding_mode: validate`.
+    input_placements: Mapping[str, str] | None = None
+    output_placements: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,8 @@ class ShardingPlan:
     module_specs: Mapping[str, ModuleShardingSpec] = field(default_factory=dict)
     # One per attention that gets a method, in the model's order.
     boundaries: tuple[BoundaryPlan, ...] = ()
+    # Where the tensors at each of them lie, by module name.
+    placements: Mapping[str, BoundaryPlacements] = field(default_factory=dict)
     cp_size: int = 1
     # None without tensor parallelism.
     tensor_parallel: TensorParallelPlan | None = None

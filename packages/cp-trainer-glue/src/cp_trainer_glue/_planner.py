@@ -1,7 +1,7 @@
 """From specs to the plan of one model. It finds attentions; it never chooses a method."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from cp_wrappers import (
     suggest_declarations,
 )
 
+from ._placements import BoundaryPlacements, boundary_placements, parse_placements
 from ._plan import ModuleShardingSpec, ResolvedOverride, ShardingPlan, as_yaml, entries_of
 from ._tensor_parallel_plan import TensorParallelCheck, TensorParallelPlan, check_tensor_parallel
 
@@ -28,6 +29,8 @@ class PlanCheck:
     """What the specs come to on a model."""
 
     boundaries: tuple[BoundaryPlan, ...]
+    # Where the tensors at each boundary lie, by module name.
+    placements: Mapping[str, BoundaryPlacements] = field(default_factory=dict)
     faults: tuple[Fault, ...]
     # What fits the model, where there are faults and something does.
     suggestion: Suggestion | None = None
@@ -101,6 +104,7 @@ class ShardingPlanner:
         return ShardingPlan(
             module_specs={plan.fqn: self._spec_of(plan) for plan in check.boundaries},
             boundaries=check.boundaries,
+            placements=check.placements,
             cp_size=cp_size,
             tensor_parallel=check.tensor_parallel,
         )
@@ -139,8 +143,12 @@ class ShardingPlanner:
         check = check_declarations(model, declarations, **setting)
         faults += check.faults
         suggestion = suggest_declarations(model, declarations, **setting) if faults and cp_size > 1 else None
+        placements = {}
+        if not faults:
+            placements = {plan.fqn: self._placements_of(plan, sequence_parallel) for plan in check.plans}
         return PlanCheck(
             boundaries=check.plans,
+            placements=placements,
             faults=(*faults, *tensor_parallel.faults),
             suggestion=suggestion,
             tensor_parallel=tensor_parallel.plan,
@@ -155,6 +163,20 @@ class ShardingPlanner:
                     f"{_label(override)} needs region_dispatch: false, but {found}: the method communicates by itself, "
                     "and a declarative boundary around it would do so again."
                 )
+            for key in ("input_placements", "output_placements"):
+                try:
+                    parse_placements(getattr(override.spec, key) or {}, where=f"{_label(override)}: {key}")
+                except InvalidInputError as error:
+                    yield str(error)
+
+    def _placements_of(self, plan: BoundaryPlan, sequence_parallel: bool) -> BoundaryPlacements:
+        spec = self._spec_of(plan)
+        return boundary_placements(
+            plan,
+            inputs=spec.input_placements,
+            outputs=spec.output_placements,
+            sequence_parallel=sequence_parallel,
+        )
 
     def _spec_of(self, plan: BoundaryPlan) -> ModuleShardingSpec:
         place = _place(plan.declaration)

@@ -90,7 +90,7 @@ class BaseTrainer:
         self.model = self.build_model().to(device)
         self.prepare_loss()
         require_equal_parameters(self.model, self.meshes.world_mesh)
-        self.applied, tp_grad_info = apply_plan(self.model, config, self.meshes)
+        self.applied, tp_grad_info, self.validation = apply_plan(self.model, config, self.meshes)
         self.model.train()
         checkpoint_activations(self.model, config.training)
         compile_blocks(self.model, config.training)
@@ -197,6 +197,8 @@ class BaseTrainer:
     def reduce_gradients(self) -> None:
         """Make each gradient that of the whole window, on all ranks."""
         self.gradients.reduce()
+        if self.validation is not None:
+            self.validation.check_parameters(self._trained(), gradients=True)
 
     def clip_gradients(self) -> torch.Tensor:
         """Scale gradients down to `max_grad_norm`; return the norm before, 0-d."""
@@ -212,6 +214,8 @@ class BaseTrainer:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        if self.validation is not None:
+            self.validation.check_parameters(self.model.named_parameters(), gradients=False)
 
     def train(self) -> bool:
         """Train to `train_iters`, from the newest checkpoint if there is one.
@@ -318,9 +322,12 @@ class BaseTrainer:
             return None
         return MetricsFile(Path(self.config.output_dir) / "metrics.jsonl", last_step=last_step)
 
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, param) for name, param in self.model.named_parameters() if param.requires_grad)
+
     def _require_optimized(self) -> None:
         known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        lacking = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]
+        lacking = [name for name, param in self._trained() if id(param) not in known]
         if lacking:
             raise InvalidInputError(
                 f"{len(lacking)} trainable parameters are not the optimizer's, first {lacking[0]}; add parameters in "

@@ -241,7 +241,7 @@ DOMAINS = ["none", "fsdp", "hsdp"]
 
 
 def full_matrix() -> list[Case]:
-    choices = itertools.product(MESHES, DOMAINS, (1, 3), ("none", "full"), ("production",))
+    choices = itertools.product(MESHES, DOMAINS, (1, 3), ("none", "full"), ("production", "validate"))
     cases = [
         Case(dp=dp, cp=cp, tp=tp, domain=domain, accumulation=accumulation, recomputation=recomputation, mode=mode)
         for (dp, cp, tp), domain, accumulation, recomputation, mode in choices

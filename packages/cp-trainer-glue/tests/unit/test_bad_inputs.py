@@ -168,7 +168,14 @@ CASES: dict[str, Case] = {
     "loss_parallel": Case(
         {"accelerator.loss_parallel": True}, ("loss_parallel: shards over tensor-parallel ranks, but tp_size is 1",)
     ),
-    "validate": Case({"sharding_mode": "validate"}, ("sharding_mode: validate is not supported in this version",)),
+    "validate and compile": Case(
+        {"sharding_mode": "validate", "training.compile": "layers"}, ("training.compile: sharding_mode validate looks",)
+    ),
+    "unknown placement": Case(
+        entries(entry(output_placements={"cp": "sharded"})),
+        ("output_placements: a placement is `replicate` or",),
+        False,
+    ),
     # sizes
     "cp_size 0": Case({"accelerator.cp_size": 0}, ("cp_size: must be greater than or equal to 1, but is 0.",), False),
     "cp_size text": Case({"accelerator.cp_size": "2"}, ("cp_size: must be an integer, but is '2'.",), False),

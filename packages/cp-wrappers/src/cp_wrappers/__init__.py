@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from ._apply import apply_context_parallel
 from ._boundaries import attention_shape, find_attention_boundaries
+from ._boundary import layout_given_to
 from ._check import DeclarationCheck, check_declarations, check_methods, plan_boundaries
 from ._declaration import BoundaryPlan, MethodDeclaration
 from ._faults import Fault
@@ -53,6 +54,7 @@ __all__ = [
     "inner_wrapper_names",
     "install_boundaries",
     "judge_methods",
+    "layout_given_to",
     "model_spec",
     "plan_boundaries",
     "register_cp_model_spec",

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -254,6 +254,22 @@ def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
 def boundary_of(module: torch.nn.Module) -> AttentionBoundary | None:
     """Return the boundary that lies on a module, None if it is not wrapped."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def layout_given_to(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> SequenceLayout | None:
+    """Return the layout of a wrapped module's forward: the one among its keyword arguments, or the one that was set.
+
+    Args:
+        module: The module.
+        kwargs: The keyword arguments of the forward.
+
+    Returns:
+        None if the module is not wrapped, or was given none.
+    """
+    boundary = boundary_of(module)
+    keywords = kwargs if boundary is None else boundary.with_layout(dict(kwargs))
+    given: SequenceLayout | None = keywords.get(LAYOUT_KEYWORD)
+    return given
 
 
 def attach(module: torch.nn.Module, boundary: AttentionBoundary) -> None:
