@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from cp_collectives import gather_objects, mesh_size
 from cp_core import InvalidInputError, tensor_digest
 
-from ._config import DataConfig, TrainingConfig
+from ._config import DataConfig, TextSource, TrainingConfig
 from ._mesh import MeshContext
 from ._text import documents
 from ._tokenizer import Ids, Tokenizer
@@ -36,6 +36,7 @@ class TokenBlocks(Dataset[Batch]):
     """
 
     def __init__(self, tokens: Ids, seq_length: int) -> None:
+        self._seq_length = seq_length
         self._blocks = tokens[: len(tokens) // seq_length * seq_length].reshape(-1, seq_length)
 
     def __len__(self) -> int:
@@ -44,6 +45,20 @@ class TokenBlocks(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         block = torch.from_numpy(self._blocks[index].astype(np.int64))
         return {"input_ids": block, "labels": block.clone()}
+
+    def split(self, num_last: int) -> tuple["TokenBlocks", "TokenBlocks"]:
+        """Return all blocks but the last `num_last`, and these.
+
+        Raises:
+            InvalidInputError: If none would be left for the first part.
+        """
+        if num_last >= len(self):
+            raise InvalidInputError(
+                f"evaluation.held_out_samples ({num_last}) must leave blocks to train on, but the data holds "
+                f"{len(self)}; give more text, or hold fewer out."
+            )
+        tokens, kept = self._blocks.reshape(-1), (len(self) - num_last) * self._seq_length
+        return TokenBlocks(tokens[:kept], self._seq_length), TokenBlocks(tokens[kept:], self._seq_length)
 
 
 class BatchStream:
@@ -114,11 +129,26 @@ def require_same_shard(shard: dict[str, Any], mesh: DeviceMesh | None) -> None:
 
 
 def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> TokenBlocks:
-    """Read and tokenize the data, and check that all ranks read the same.
+    """Read the data and cut it into blocks.
 
     Args:
         config: The `data` section.
         tokenizer: Its tokenizer.
+        cache_dir: Where `datasets` keeps what it has read.
+        mesh: 1-D mesh of all ranks.
+
+    Raises:
+        InvalidInputError: If ranks read different text.
+    """
+    return TokenBlocks(load_tokens(config, tokenizer, cache_dir, mesh), config.seq_length)
+
+
+def load_tokens(config: TextSource, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> Ids:
+    """Read and tokenize text, and check that all ranks read the same.
+
+    Args:
+        config: The section that says where text comes from.
+        tokenizer: The tokenizer of `data`.
         cache_dir: Where `datasets` keeps what it has read.
         mesh: 1-D mesh of all ranks.
 
@@ -134,4 +164,4 @@ def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh:
         raise InvalidInputError(
             f"ranks {', '.join(map(str, differing))} read other text than rank 0; every rank must see the same files."
         )
-    return TokenBlocks(tokens, config.seq_length)
+    return tokens
