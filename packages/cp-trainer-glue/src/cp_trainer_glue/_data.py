@@ -7,7 +7,7 @@ sequence read the same blocks; data-parallel ranks read different ones.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,17 @@ class TokenBlocks(Dataset[Batch]):
             )
         tokens, kept = self._blocks.reshape(-1), (len(self) - num_last) * self._seq_length
         return TokenBlocks(tokens[:kept], self._seq_length), TokenBlocks(tokens[kept:], self._seq_length)
+
+
+class ShardOnDevice(NamedTuple):
+    """This rank's shard of a batch, as a forward takes it."""
+
+    # The keyword arguments of the model.
+    inputs: dict[str, Any]
+    # [B, L], or None.
+    shift_labels: torch.Tensor | None
+    # `loss_weights` [B, L], where the batch has them.
+    weights: dict[str, torch.Tensor]
 
 
 class BatchStream:
@@ -165,3 +176,19 @@ def load_tokens(config: TextSource, tokenizer: Tokenizer, cache_dir: Path, mesh:
             f"ranks {', '.join(map(str, differing))} read other text than rank 0; every rank must see the same files."
         )
     return tokens
+
+
+def shard_on_device(shard: dict[str, Any], device: torch.device, *, takes_layout: bool) -> ShardOnDevice:
+    """Bring a shard to a device.
+
+    Args:
+        shard: What `shard_batch` returned.
+        device: Where the model is.
+        takes_layout: Whether the model is called with `cp_layout`.
+    """
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in shard.items()}
+    shift_labels = moved.pop("shift_labels", None)
+    weights = {"loss_weights": moved.pop("loss_weights")} if "loss_weights" in moved else {}
+    if not takes_layout:
+        moved.pop("cp_layout")
+    return ShardOnDevice(moved, shift_labels, weights)

@@ -1,49 +1,33 @@
-"""Samples to evaluate or predict, each once, in as many forwards on every rank.
+"""Evaluation and prediction in the middle of a training.
 
-S global length of a sample, V vocabulary. Five samples on two data-parallel ranks, two rows at once; x is a filler row,
-which has no label and only keeps the numbers of forwards equal, as FSDP needs:
-
-    forward    rank 0    rank 1
-    0          0 1       2 3
-    1          4 x       x x
+B rows of a forward on one rank, S global length of a sample, L of its shard, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Subset
 
-from cp_collectives import agree, gather_objects
-from cp_core import ContextParallelError, InvalidInputError, tensor_digest
+from cp_collectives import gather_objects, gather_objects_to_first, mesh_rank
+from cp_core import InvalidInputError, SequenceLayout, count_valid_tokens, unshard_sequence
 
-from ._data import Batch
+from ._config import TrainerConfig
+from ._data import Batch, ShardOnDevice
+from ._loss import token_log_probs
 from ._mesh import MeshContext
-
-Found = TypeVar("Found")
-
-_LABEL_FIELDS = ("labels", "shift_labels")
-
-
-class Samples(Protocol):
-    """Samples of a global batch, the same on all ranks: each without its batch dim, such as `input_ids` `[S]`."""
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, torch.Tensor]:
-        """Return one, on the host."""
-        ...
+from ._samples import Samples, Share, agreed_batches, shares_of
+from ._undisturbed import undisturbed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
     """What an evaluation found; equal on all ranks, and at any number of them but for rounding."""
 
-    # Mean over the valid tokens of all samples.
+    # Mean over the valid tokens of all samples, by their weights where they have some.
     loss: float
     valid_tokens: int
     samples: int
@@ -56,20 +40,11 @@ class Prediction:
     # [S] int64: the likeliest next token after each.
     ids: torch.Tensor
     # [S] int64: the next token that the labels name, -100 where they name none; None without labels.
-    shift_labels: torch.Tensor | None
+    shift_labels: torch.Tensor | None = None
     # [S] in fp32 or wider: the log-probability of `shift_labels`, 0 where that is -100; None without labels.
-    label_log_probs: torch.Tensor | None
+    label_log_probs: torch.Tensor | None = None
     # [S, V], if asked for.
-    logits: torch.Tensor | None
-
-
-class Share(NamedTuple):
-    """What this data-parallel rank forwards at once."""
-
-    # [rows, S] each, on the host.
-    batch: Batch
-    # Its first rows that are samples; the others are fillers.
-    num_real: int
+    logits: torch.Tensor | None = None
 
 
 class LossPart(NamedTuple):
@@ -78,143 +53,130 @@ class LossPart(NamedTuple):
     # 0-d, on the device.
     loss_sum: torch.Tensor
     valid_tokens: int
+    # None where each label weighs 1.
+    weight_sum: float | None
 
 
-def shares_of(samples: Samples, *, rows: int, meshes: MeshContext) -> Iterator[Share]:
-    """Yield this rank's part of each forward; as many on every rank.
+class Forwards(Protocol):
+    """What a trainer brings to an evaluation; `BaseTrainer` says what each is."""
 
-    Args:
-        samples: The same on all ranks, which is checked by their number and the first of them.
-        rows: Samples of one forward on one data-parallel rank.
-        meshes: Which part is this rank's.
+    config: TrainerConfig
+    meshes: MeshContext
+    model: torch.nn.Module
+    evaluation_samples: Samples | None
 
-    Raises:
-        InvalidInputError: On all ranks, if samples differ between ranks, cannot be read or do not fit together.
-    """
-    _require_same_samples(samples, meshes.world_mesh)
-    for start in range(0, len(samples), rows * meshes.dp_size):
-        first = min(start + meshes.dp_rank * rows, len(samples))
-        yield _share(samples, range(first, min(first + rows, len(samples))), rows, meshes.world_mesh)
+    def shard_batch(self, batch: Batch) -> dict[str, Any]: ...
 
+    def on_device(self, shard: dict[str, Any]) -> ShardOnDevice: ...
 
-def agreed_batches(batches: Iterable[Batch], *, mesh: DeviceMesh | None) -> Iterator[list[Batch]]:
-    """Yield the samples of each batch, after all ranks agreed that they have one more.
+    def compute_logits(self, inputs: dict[str, Any]) -> torch.Tensor: ...
 
-    Args:
-        batches: Global batches, the same on all ranks: tensors with one row for each sample.
-        mesh: 1-D mesh of all ranks.
+    def compute_loss_sum(
+        self, inputs: dict[str, Any], shift_labels: torch.Tensor, *, loss_weights: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
-    Raises:
-        InvalidInputError: On all ranks, if one has a batch more than another, or an entry without rows.
-    """
-    iterator = iter(batches)
-    while True:
-        batch = _agreed(lambda: _with_rows(next(iterator, None)), mesh, what="a batch to predict")
-        more = gather_objects(batch is not None, mesh=mesh)
-        if len(set(more)) > 1:
-            raise InvalidInputError(
-                "all ranks must predict the same batches, but after as many as others had, ranks "
-                f"{', '.join(str(rank) for rank, has in enumerate(more) if has)} have more."
-            )
-        if batch is None:
-            return
-        yield [{name: value[row] for name, value in batch.items()} for row in range(_num_rows(batch))]
+    def loss_weight_sum(self, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None) -> float | None: ...
 
 
-def mean_loss(parts: Sequence[LossPart], *, num_samples: int, dp_cp_mesh: DeviceMesh | None) -> EvalResult:
-    """Return the mean over the tokens of all forwards of all ranks.
+def evaluates_after(step: int, config: TrainerConfig) -> bool:
+    """Whether a run makes an evaluation after a step."""
+    section = config.evaluation
+    if section is None:
+        return False
+    return step == config.training.train_iters or (section.every_iters > 0 and step % section.every_iters == 0)
 
-    Args:
-        parts: This rank's forwards.
-        num_samples: Of all ranks.
-        dp_cp_mesh: 1-D mesh of the ranks that hold different tokens.
 
-    Raises:
-        InvalidInputError: If there is no token with a label: a mean over nothing would look like a perfect one.
-    """
-    sums = torch.stack([part.loss_sum for part in parts]).cpu().double()
-    own = math.fsum(sums.tolist()), sum(part.valid_tokens for part in parts)
-    loss_sums, counts = zip(*gather_objects(own, mesh=dp_cp_mesh), strict=True)
-    valid_tokens = sum(counts)
-    if valid_tokens == 0:
+def evaluate(trainer: Forwards, samples: Samples | None) -> EvalResult:
+    """Do what `BaseTrainer.evaluate` says."""
+    chosen = _configured_samples(trainer) if samples is None else samples
+    rows, meshes = trainer.config.training.micro_batch_size, trainer.meshes
+    with undisturbed(trainer.model, meshes.device, where="an evaluation"):
+        parts = [_loss_part(trainer, share) for share in shares_of(chosen, rows=rows, meshes=meshes)]
+    return _mean_loss(parts, num_samples=len(chosen), dp_cp_mesh=meshes.dp_cp_mesh)
+
+
+def predict(trainer: Forwards, batches: Iterable[Batch], *, logits: bool) -> list[Prediction]:
+    """Do what `BaseTrainer.predict` says."""
+    meshes, predictions = trainer.meshes, list[Prediction]()
+    with undisturbed(trainer.model, meshes.device, where="a prediction"):
+        for samples in agreed_batches(batches, mesh=meshes.world_mesh):
+            for share in shares_of(samples, rows=trainer.config.training.micro_batch_size, meshes=meshes):
+                own = list(_predictions(trainer, share, with_logits=logits))
+                # Data-parallel ranks stand in the order of their samples, and all but the first rank of each send none.
+                parts = gather_objects_to_first(own, mesh=meshes.dp_cp_mesh)
+                predictions += [prediction for part in parts for prediction in part]
+    return predictions
+
+
+def _configured_samples(trainer: Forwards) -> Samples:
+    samples, section = trainer.evaluation_samples, trainer.config.evaluation
+    if samples is None:
         raise InvalidInputError(
-            f"none of the {num_samples} samples to evaluate has a label, so there is no mean loss; set labels other than "
-            "-100 where the loss is to count."
+            "there is nothing to evaluate: give evaluate() samples, or the config a section evaluation and the trainer "
+            "a build_evaluation."
         )
-    return EvalResult(loss=math.fsum(loss_sums) / valid_tokens, valid_tokens=valid_tokens, samples=num_samples)
+    if section is None or section.max_samples is None:
+        return samples
+    return Subset(samples, range(min(section.max_samples, len(samples))))  # type: ignore[arg-type]  # needs no Dataset
 
 
-def _require_same_samples(samples: Samples, mesh: DeviceMesh | None) -> None:
-    first = _agreed(lambda: samples[0] if len(samples) else {}, mesh, what="sample 0")
-    digests = {name: tensor_digest(value) for name, value in first.items()}
-    found = gather_objects((len(samples), digests), mesh=mesh)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise InvalidInputError(
-                f"all ranks must be given the same samples, of which each takes its part, but rank {rank} has "
-                f"{other[0]} and rank 0 has {found[0][0]}, or their first ones differ."
-            )
-    if not len(samples):
-        raise InvalidInputError("there is no sample to evaluate or predict; give at least one.")
+def _loss_part(trainer: Forwards, share: Share) -> LossPart:
+    shard = trainer.shard_batch(share.batch)
+    inputs, shift_labels, weights = trainer.on_device(shard)
+    if shift_labels is None:
+        raise InvalidInputError(f"samples to evaluate need labels, but they have only {', '.join(share.batch)}.")
+    return LossPart(
+        trainer.compute_loss_sum(inputs, shift_labels, **weights),
+        count_valid_tokens(shard["shift_labels"]),
+        trainer.loss_weight_sum(shard["shift_labels"], shard.get("loss_weights")),
+    )
 
 
-def _share(samples: Samples, indices: range, rows: int, mesh: DeviceMesh | None) -> Share:
-    def read() -> Batch:
-        given = [samples[index] for index in indices]
-        filler = _without_labels(given[0] if given else samples[0])
-        return _stacked([*given, *[filler] * (rows - len(given))], first=indices.start)
-
-    batch = _agreed(read, mesh, what=f"a sample from {indices.start} to {indices.stop - 1}")
-    return Share(batch, num_real=len(indices))
-
-
-def _agreed(read: Callable[[], Found], mesh: DeviceMesh | None, *, what: str) -> Found:
-    """Return what this rank reads, after all ranks agreed that none failed: the others would wait for it."""
-    found: list[Found] = []
-    fault: Exception | None = None
-    try:
-        found.append(read())
-    except ContextParallelError as error:
-        fault = error
-    except Exception as error:  # a user's data fail in any way
-        fault = InvalidInputError(f"{what} cannot be read: {error!r}")
-    agree(fault, mesh=mesh)
-    return found[0]
+def _mean_loss(parts: Sequence[LossPart], *, num_samples: int, dp_cp_mesh: DeviceMesh | None) -> EvalResult:
+    """Return the mean over all forwards of all ranks, summed in float64 and in an order that no rank chooses."""
+    sums = torch.stack([part.loss_sum for part in parts]).cpu().tolist()  # the first time that the host waits
+    own = [(total, part.valid_tokens, part.weight_sum) for total, part in zip(sums, parts, strict=True)]
+    everyone = [part for parts_of_rank in gather_objects(own, mesh=dp_cp_mesh) for part in parts_of_rank]
+    loss_sums, counts, weights = zip(*everyone, strict=True)
+    valid_tokens = sum(counts)
+    denominator = _denominator(weights, valid_tokens)
+    if denominator == 0:
+        raise InvalidInputError(
+            f"none of the {num_samples} samples to evaluate has a label that weighs anything, so there is no mean "
+            "loss; set labels other than -100 where the loss is to count."
+        )
+    return EvalResult(loss=math.fsum(loss_sums) / denominator, valid_tokens=valid_tokens, samples=num_samples)
 
 
-def _without_labels(sample: Mapping[str, torch.Tensor]) -> Batch:
-    return {
-        name: torch.full_like(value, -100) if name in _LABEL_FIELDS else value for name, value in sample.items()
-    }
+def _denominator(weights: Sequence[float | None], valid_tokens: int) -> float:
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise InvalidInputError(
+            f"loss_weights must be given for all samples or for none, but {len(weights) - len(given)} of "
+            f"{len(weights)} forwards have none."
+        )
+    return math.fsum(given) if given else valid_tokens
 
 
-def _stacked(rows: Sequence[Mapping[str, torch.Tensor]], *, first: int) -> Batch:
-    kinds = [{name: list(value.shape) for name, value in row.items()} for row in rows]
-    for index, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise InvalidInputError(
-                f"samples of one forward must have equal fields and lengths, but sample {first + index} has {kind} and "
-                f"sample {first} has {kinds[0]}; pad them (labels -100), or set training.micro_batch_size to 1."
-            )
-    return {name: torch.stack([row[name] for row in rows]) for name in kinds[0]}
+def _predictions(trainer: Forwards, share: Share, *, with_logits: bool) -> Iterator[Prediction]:
+    """Yield the samples of a share on the first of the ranks that forward it, and nothing on the others."""
+    shard = trainer.shard_batch(share.batch)
+    inputs, shift_labels, _ = trainer.on_device(shard)
+    logits = trainer.compute_logits(inputs)
+    local = {"ids": logits.argmax(dim=-1)}
+    if shift_labels is not None:
+        local |= {"shift_labels": shift_labels, "label_log_probs": token_log_probs(logits, shift_labels)}
+    cp_mesh, layout = trainer.meshes.cp_mesh, shard["cp_layout"]
+    whole = {name: _whole(value, cp_mesh, layout) for name, value in local.items()}
+    sends = mesh_rank(trainer.meshes.same_data_mesh) == 0
+    for row in range(share.num_real):
+        entries = {name: value[row].clone() for name, value in whole.items()}  # else all rows travel with each
+        if with_logits:
+            entries["logits"] = _whole(logits[row : row + 1], cp_mesh, layout)[0]
+        if sends:
+            yield Prediction(**entries)
 
 
-def _with_rows(batch: Batch | None) -> Batch | None:
-    """Check that a batch can be cut into samples."""
-    if batch is None:
-        return None
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != _num_rows(batch):
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise InvalidInputError(
-                f"a batch to predict must have a row of {name} for each of its {_num_rows(batch)} samples, but that is "
-                f"{found}."
-            )
-    return batch
-
-
-def _num_rows(batch: Batch) -> int:
-    ids = batch.get("input_ids", batch.get("inputs_embeds"))
-    if ids is None or ids.ndim < 2:
-        raise InvalidInputError("a batch to predict needs input_ids [B, S] or inputs_embeds [B, S, H].")
-    return len(ids)
+def _whole(value: torch.Tensor, cp_mesh: DeviceMesh, layout: SequenceLayout) -> torch.Tensor:
+    """Return a shard `[B, L, ...]` in global order without pads, `[B, S, ...]`, on the host."""
+    return unshard_sequence(value, 1, cp_mesh, layout).cpu()

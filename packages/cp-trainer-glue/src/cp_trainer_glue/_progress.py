@@ -70,6 +70,6 @@ class Reporter:
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Print what an evaluation found, above the bar."""
         self.say(
-            f"eval {metrics.step}/{self._train_iters}  loss {metrics.eval_loss:.4f}  over {metrics.eval_tokens:,} tokens of "
-            f"{metrics.eval_samples:,} samples"
+            f"eval {metrics.step}/{self._train_iters}  loss {metrics.eval_loss:.4f}  over {metrics.eval_tokens:,} "
+            f"tokens of {metrics.eval_samples:,} samples"
         )
