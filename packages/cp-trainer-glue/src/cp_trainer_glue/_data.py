@@ -95,7 +95,12 @@ class BatchStream:
             blocks, num_replicas=meshes.dp_size, rank=meshes.dp_rank, shuffle=True, seed=training.seed, drop_last=True
         )
         self._loader = StatefulDataLoader(
-            blocks, batch_size=training.micro_batch_size, sampler=self._sampler, drop_last=True
+            blocks,
+            batch_size=training.micro_batch_size,
+            sampler=self._sampler,
+            drop_last=True,
+            # Of its own: each start of an iterator draws from it, and a resumed run starts one more.
+            generator=torch.Generator(),
         )
         self._epoch = 0
 
