@@ -6,7 +6,7 @@ Modules, lowest first: `_errors`, `_exit`, `_platform`, `_mesh`, `_trace`, `_wat
 
 from importlib.metadata import version
 
-from ._control import FailureReport, agree, gather_objects
+from ._control import FailureReport, agree, gather_objects, gather_objects_to_first
 from ._errors import ContextParallelError, InvalidInputError, LifecycleError, PeerError, UnsupportedError
 from ._gather import GradientReduction, all_gather_sequence, flex_cp_allgather, launch_all_gather
 from ._ledger import check_no_pending
@@ -38,6 +38,7 @@ __all__ = [
     "current_platform",
     "flex_cp_allgather",
     "gather_objects",
+    "gather_objects_to_first",
     "launch_all_gather",
     "mesh_rank",
     "mesh_size",

@@ -39,6 +39,29 @@ def gather_objects(obj: Any, *, mesh: DeviceMesh | None) -> list[Any]:
     return objects
 
 
+def gather_objects_to_first(obj: Any, *, mesh: DeviceMesh | None) -> list[Any]:
+    """Return every rank's object, in rank order, on the first rank of a 1-D mesh, and nothing on the others.
+
+    Args:
+        obj: A picklable object; tensors in it on the host, and no views of larger ones, which would travel too.
+        mesh: 1-D mesh. None or one rank: returns `[obj]`.
+
+    Returns:
+        The objects on the first rank; an empty list on the others, which never hold what the first rank gets.
+    """
+    group = group_of(mesh)
+    if group is None:
+        return [obj]
+    finish_threads_at_exit()
+    control = _control_group(group)
+    if dist.get_rank(control) != 0:
+        dist.gather_object(obj, group=control, group_dst=0)
+        return []
+    objects: list[Any] = [None] * dist.get_world_size(control)
+    dist.gather_object(obj, objects, group=control, group_dst=0)
+    return objects
+
+
 def agree(error: BaseException | str | None, *, mesh: DeviceMesh | None) -> None:
     """Stop all ranks if one of them found a fault.
 

@@ -6,6 +6,7 @@ Nothing outside this file names a backend or a device module.
 import importlib
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,19 @@ class Platform:
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generators, the device's included."""
         torch.manual_seed(seed)
+
+    def rng_states(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the states of torch's generators, on the host: `host`, and `device` where that has one of its own."""
+        states = {"host": torch.get_rng_state()}
+        if self.device_type != "cpu":
+            states["device"] = self._device_module().get_rng_state(device)
+        return states
+
+    def set_rng_states(self, states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Put the generators back to what `rng_states` returned."""
+        torch.set_rng_state(states["host"])
+        if self.device_type != "cpu":
+            self._device_module().set_rng_state(states["device"], device)
 
     def reset_peak_memory(self, device: torch.device) -> None:
         """Start a new peak-memory measurement; a CPU process cannot forget its peak."""

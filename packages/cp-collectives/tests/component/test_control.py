@@ -19,6 +19,7 @@ from cp_collectives import (
     agree,
     all_gather_sequence,
     gather_objects,
+    gather_objects_to_first,
 )
 from cp_collectives.testing import RankFailed, World
 
@@ -38,6 +39,16 @@ def objects_in_rank_order() -> tuple[list[Any], int]:
 def test_objects_come_in_rank_order_and_are_not_traced(worlds: Any, cp: int) -> None:
     expected = [{"rank": rank, "padding": "x" * rank} for rank in range(cp)]
     assert worlds(cp).run(objects_in_rank_order) == [(expected, 0)] * cp
+
+
+def objects_on_the_first_rank() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "cp"))["cp"]
+    return gather_objects_to_first({"rank": dist.get_rank(), "padding": "x" * dist.get_rank()}, mesh=mesh)
+
+
+def test_objects_come_to_the_first_rank_of_a_group_alone(worlds: Any) -> None:
+    expected = [{"rank": rank, "padding": "x" * rank} for rank in range(4)]
+    assert worlds(4).run(objects_on_the_first_rank) == [expected[:2], [], expected[2:], []]
 
 
 FAULTS: dict[str, list[Any]] = {

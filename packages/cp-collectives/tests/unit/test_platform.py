@@ -104,3 +104,31 @@ def test_manual_seed_repeats_random_numbers() -> None:
     first = torch.rand(3)
     platform.manual_seed(11)
     assert torch.equal(first, torch.rand(3))
+
+
+def test_states_of_the_generators_repeat_random_numbers() -> None:
+    platform, device = current_platform("cpu"), torch.device("cpu")
+    states = platform.rng_states(device)
+    first = torch.rand(3)
+    platform.set_rng_states(states, device)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_an_accelerators_generator_is_read_and_set_beside_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        state = torch.tensor([1])
+
+        def get_rng_state(self, device: torch.device) -> torch.Tensor:
+            return self.state
+
+        def set_rng_state(self, new_state: torch.Tensor, device: torch.device) -> None:
+            self.state = new_state
+
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
+    platform, device = current_platform("cuda"), torch.device("cuda", 1)
+    states, first = platform.rng_states(device), torch.rand(3)
+    module.state = torch.tensor([2])
+    platform.set_rng_states(states, device)
+    assert int(module.state) == 1
+    assert torch.equal(first, torch.rand(3))

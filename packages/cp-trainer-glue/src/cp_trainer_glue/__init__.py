@@ -4,15 +4,16 @@ Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_str
 `_sequence_parallel_plan`, `_tensor_parallel_plan`, `_placements`, `_plan`, `_validation`, `_sequence_parallel`,
 `_tensor_parallel`, `_resolver`,
 `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
-`_text`, `_data`, `_loss`, `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`, `_compilation`,
-`_sharded_parameters`, `_gradient_domain`, `_metrics`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`,
-`_worker`, `_launcher`, `cli`.
+`_text`, `_data`, `_samples`, `_loss`, `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`,
+`_compilation`, `_sharded_parameters`, `_gradient_domain`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`,
+`_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_worker`, `_launcher`, `cli`.
 """
 
 from importlib.metadata import version
 
 from ._applier import ShardingApplier, apply_sharding_plan
 from ._config import TrainerConfig
+from ._evaluation import EvalResult, Prediction
 from ._inspection import Correction, Inspection, Setting, inspect_config, load_config
 from ._mesh import MeshContext
 from ._model import HyperAutoModel
@@ -30,12 +31,14 @@ __all__ = [
     "BaseTrainer",
     "ConfigError",
     "Correction",
+    "EvalResult",
     "HyperAutoModel",
     "Inspection",
     "MeshContext",
     "ModuleShardingSpec",
     "PlanOverrideResolver",
     "PlanReport",
+    "Prediction",
     "Setting",
     "ShardingApplier",
     "ShardingPlan",

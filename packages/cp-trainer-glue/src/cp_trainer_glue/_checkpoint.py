@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import gather_objects
+from cp_collectives import current_platform, gather_objects
 from cp_core import InvalidInputError
 
 from ._config import TrainerConfig
@@ -49,6 +49,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._meshes = config, meshes
         self._model, self._optimizer, self._scheduler, self._stream = model, optimizer, scheduler, stream
+        self._platform = current_platform(meshes.device)
         self._root = Path(config.output_dir) / "checkpoints"
 
     def save(self, step: int) -> Path:
@@ -123,7 +124,7 @@ class Checkpoints:
             "scheduler": pickle.dumps(self._scheduler.state_dict()),
             # What differs between ranks goes under a name of its own; as one value, since its structure changes as the
             # epoch goes on and torch.distributed.checkpoint matches structures key by key.
-            f"random.{dist.get_rank()}": torch.get_rng_state(),
+            **{f"random.{dist.get_rank()}.{place}": state for place, state in self._rng_states().items()},
             f"stream.{dist.get_rank()}": pickle.dumps(self._stream.state_dict()),
         }
 
@@ -136,7 +137,11 @@ class Checkpoints:
         )
         self._scheduler.load_state_dict(pickle.loads(state["scheduler"]))
         self._stream.load_state_dict(pickle.loads(state[f"stream.{dist.get_rank()}"]))
-        torch.set_rng_state(state[f"random.{dist.get_rank()}"])
+        states = {place: state[f"random.{dist.get_rank()}.{place}"] for place in self._rng_states()}
+        self._platform.set_rng_states(states, self._meshes.device)
+
+    def _rng_states(self) -> dict[str, torch.Tensor]:
+        return self._platform.rng_states(self._meshes.device)
 
 
 def _identity(config: TrainerConfig) -> dict[str, Any]:
@@ -147,6 +152,7 @@ def _identity(config: TrainerConfig) -> dict[str, Any]:
         "fsdp": None if config.fsdp_config is None else config.fsdp_config.model_dump(),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
+        "held_out_samples": config.held_out_samples,
         "batch": {
             "global_batch_size": training.global_batch_size,
             "micro_batch_size": training.micro_batch_size,

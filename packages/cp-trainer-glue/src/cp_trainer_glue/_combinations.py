@@ -6,7 +6,7 @@ Each check reads the sections it needs; one that is wrong by itself is not there
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ._config import AcceleratorConfig, DataConfig, LossConfig, ModelConfig, TrainingConfig
+from ._config import AcceleratorConfig, DataConfig, EvaluationConfig, LossConfig, ModelConfig, TrainingConfig
 
 # Changes a config's content so that the fault is gone.
 Repair = Callable[[dict[str, Any]], None]
@@ -22,10 +22,14 @@ def combination_faults(sections: Mapping[str, Any]) -> Iterator[Finding]:
     data: DataConfig | None = sections.get("data")
     training: TrainingConfig | None = sections.get("training")
     accelerator: AcceleratorConfig | None = sections.get("accelerator")
+    evaluation: EvaluationConfig | None = sections.get("evaluation")
     if model is not None:
         yield from _model_faults(model)
     if data is not None:
         yield from _exactly_one("data", source=data.source, files=data.files)
+    if evaluation is not None:
+        given = {name: getattr(evaluation, name) for name in ("source", "files", "held_out_samples")}
+        yield from _exactly_one("evaluation", **given)
     if accelerator is not None:
         yield from _accelerator_faults(accelerator)
     if training is not None:

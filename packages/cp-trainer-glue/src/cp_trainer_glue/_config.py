@@ -1,6 +1,6 @@
 """The config of a training run: what a YAML file may say. The rest of the package reads nothing else."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -39,15 +39,23 @@ class ModelConfig(Section):
     experts_implementation: str | None = None
 
 
-class DataConfig(Section):
-    """Which text; exactly one of `source` and `files`."""
+class TextSource(Section):
+    """Where text comes from."""
 
+    # Where the section stands, for messages.
+    place: ClassVar[str]
     # The sources of the running interpreter's standard library.
     source: Literal["stdlib"] | None = None
     # Globs of text, .jsonl or .parquet files, relative to the current directory.
     files: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     # The field of .jsonl and .parquet rows that holds the text.
     text_field: str = "text"
+
+
+class DataConfig(TextSource):
+    """Which text to train on; exactly one of `source` and `files`."""
+
+    place = "data"
     # "byte", or a local folder or hub name for transformers' AutoTokenizer.
     tokenizer: str = "byte"
     seq_length: Annotated[int, Field(ge=2, le=2**28, strict=True)]
@@ -79,6 +87,18 @@ class LossConfig(Section):
     class_weights: dict[int, Annotated[Number, Field(ge=0)]] | None = None
     # Tokens whose logits exist at once; None works out those of all tokens of a rank together.
     chunk_tokens: Count | None = None
+
+
+class EvaluationConfig(TextSource):
+    """Held-out text, cut like `data`; exactly one of `source`, `files` and `held_out_samples`."""
+
+    place = "evaluation"
+    # The last blocks of `data`, which are then not trained on.
+    held_out_samples: Count | None = None
+    # Iterations between evaluations; there is one at the end in any case, and with 0 no other.
+    every_iters: Quantity = 0
+    # Evaluates no more than the first so many samples; None is all.
+    max_samples: Count | None = None
 
 
 class FsdpConfig(Section):
@@ -169,6 +189,13 @@ class TrainerConfig(Section):
     # Left out, parameters are replicated, unless dp_shard_size asks for shards.
     fsdp: FsdpConfig | None = None
     plan_overrides: tuple[PlanOverride, ...] = ()
+    # Left out, there is none.
+    evaluation: EvaluationConfig | None = None
+
+    @property
+    def held_out_samples(self) -> int:
+        """Blocks of `data` that are not trained on."""
+        return (self.evaluation.held_out_samples or 0) if self.evaluation is not None else 0
 
     @property
     def fsdp_config(self) -> FsdpConfig | None:

@@ -7,7 +7,7 @@ sequence read the same blocks; data-parallel ranks read different ones.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from cp_collectives import gather_objects, mesh_size
 from cp_core import InvalidInputError, tensor_digest
 
-from ._config import DataConfig, TrainingConfig
+from ._config import DataConfig, TextSource, TrainingConfig
 from ._mesh import MeshContext
 from ._text import documents
 from ._tokenizer import Ids, Tokenizer
@@ -36,6 +36,7 @@ class TokenBlocks(Dataset[Batch]):
     """
 
     def __init__(self, tokens: Ids, seq_length: int) -> None:
+        self._seq_length = seq_length
         self._blocks = tokens[: len(tokens) // seq_length * seq_length].reshape(-1, seq_length)
 
     def __len__(self) -> int:
@@ -44,6 +45,31 @@ class TokenBlocks(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         block = torch.from_numpy(self._blocks[index].astype(np.int64))
         return {"input_ids": block, "labels": block.clone()}
+
+    def split(self, num_last: int) -> tuple["TokenBlocks", "TokenBlocks"]:
+        """Return all blocks but the last `num_last`, and these.
+
+        Raises:
+            InvalidInputError: If none would be left for the first part.
+        """
+        if num_last >= len(self):
+            raise InvalidInputError(
+                f"evaluation.held_out_samples ({num_last}) must leave blocks to train on, but the data holds "
+                f"{len(self)}; give more text, or hold fewer out."
+            )
+        tokens, kept = self._blocks.reshape(-1), (len(self) - num_last) * self._seq_length
+        return TokenBlocks(tokens[:kept], self._seq_length), TokenBlocks(tokens[kept:], self._seq_length)
+
+
+class ShardOnDevice(NamedTuple):
+    """This rank's shard of a batch, as a forward takes it."""
+
+    # The keyword arguments of the model.
+    inputs: dict[str, Any]
+    # [B, L], or None.
+    shift_labels: torch.Tensor | None
+    # `loss_weights` [B, L], where the batch has them.
+    weights: dict[str, torch.Tensor]
 
 
 class BatchStream:
@@ -69,7 +95,12 @@ class BatchStream:
             blocks, num_replicas=meshes.dp_size, rank=meshes.dp_rank, shuffle=True, seed=training.seed, drop_last=True
         )
         self._loader = StatefulDataLoader(
-            blocks, batch_size=training.micro_batch_size, sampler=self._sampler, drop_last=True
+            blocks,
+            batch_size=training.micro_batch_size,
+            sampler=self._sampler,
+            drop_last=True,
+            # Of its own: each start of an iterator draws from it, and a resumed run starts one more.
+            generator=torch.Generator(),
         )
         self._epoch = 0
 
@@ -114,11 +145,26 @@ def require_same_shard(shard: dict[str, Any], mesh: DeviceMesh | None) -> None:
 
 
 def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> TokenBlocks:
-    """Read and tokenize the data, and check that all ranks read the same.
+    """Read the data and cut it into blocks.
 
     Args:
         config: The `data` section.
         tokenizer: Its tokenizer.
+        cache_dir: Where `datasets` keeps what it has read.
+        mesh: 1-D mesh of all ranks.
+
+    Raises:
+        InvalidInputError: If ranks read different text.
+    """
+    return TokenBlocks(load_tokens(config, tokenizer, cache_dir, mesh), config.seq_length)
+
+
+def load_tokens(config: TextSource, tokenizer: Tokenizer, cache_dir: Path, mesh: DeviceMesh | None) -> Ids:
+    """Read and tokenize text, and check that all ranks read the same.
+
+    Args:
+        config: The section that says where text comes from.
+        tokenizer: The tokenizer of `data`.
         cache_dir: Where `datasets` keeps what it has read.
         mesh: 1-D mesh of all ranks.
 
@@ -134,4 +180,20 @@ def load_blocks(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, mesh:
         raise InvalidInputError(
             f"ranks {', '.join(map(str, differing))} read other text than rank 0; every rank must see the same files."
         )
-    return TokenBlocks(tokens, config.seq_length)
+    return tokens
+
+
+def shard_on_device(shard: dict[str, Any], device: torch.device, *, takes_layout: bool) -> ShardOnDevice:
+    """Bring a shard to a device.
+
+    Args:
+        shard: What `shard_batch` returned.
+        device: Where the model is.
+        takes_layout: Whether the model is called with `cp_layout`.
+    """
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in shard.items()}
+    shift_labels = moved.pop("shift_labels", None)
+    weights = {"loss_weights": moved.pop("loss_weights")} if "loss_weights" in moved else {}
+    if not takes_layout:
+        moved.pop("cp_layout")
+    return ShardOnDevice(moved, shift_labels, weights)

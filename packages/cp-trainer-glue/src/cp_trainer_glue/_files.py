@@ -7,8 +7,12 @@ from pathlib import Path
 from cp_core import InvalidInputError
 
 
-def matching_files(patterns: Sequence[str]) -> list[Path]:
+def matching_files(patterns: Sequence[str], *, place: str) -> list[Path]:
     """Return the files that any of the globs matches, sorted.
+
+    Args:
+        patterns: The globs.
+        place: The section of the config that has them.
 
     Raises:
         InvalidInputError: If a glob matches no file.
@@ -17,6 +21,6 @@ def matching_files(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         matched = {path for name in glob(pattern, recursive=True) if (path := Path(name)).is_file()}
         if not matched:
-            raise InvalidInputError(f"data.files: {pattern!r} matches no file (relative to {Path.cwd()}).")
+            raise InvalidInputError(f"{place}.files: {pattern!r} matches no file (relative to {Path.cwd()}).")
         paths |= matched
     return sorted(paths)

@@ -14,7 +14,7 @@ from cp_collectives import current_platform
 from cp_core import ContextParallelError, InvalidInputError
 
 from ._combinations import fitted_to_world, world_size_fault
-from ._config import AcceleratorConfig, DataConfig, PlanOverride, TrainerConfig
+from ._config import AcceleratorConfig, DataConfig, PlanOverride, TextSource, TrainerConfig
 from ._files import matching_files
 from ._model import HyperAutoModel, require_positions, require_vocabulary
 from ._plan import as_yaml, entries_of
@@ -228,7 +228,12 @@ def _check_model(inspection: Inspection, setting: Setting) -> list[str]:
 def _check_data(inspection: Inspection) -> list[str]:
     data: DataConfig = inspection.sections["data"]
     model, faults = inspection.model, []
-    checks: list[Callable[[], object]] = [partial(matching_files, [pattern]) for pattern in data.files or ()]
+    texts: list[TextSource] = [data]
+    if (evaluation := inspection.sections.get("evaluation")) is not None:
+        texts.append(evaluation)
+    checks: list[Callable[[], object]] = [
+        partial(matching_files, [pattern], place=text.place) for text in texts for pattern in text.files or ()
+    ]
     if model is not None:
         checks.append(lambda: require_positions(model, data.seq_length))
     if model is not None and data.tokenizer == BYTE_TOKENIZER:

@@ -171,3 +171,17 @@ def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
         module.__dict__.pop("forward")
         if earlier is not None:
             module.__dict__["forward"] = earlier
+
+
+def token_log_probs(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token's label.
+
+    Args:
+        logits: `[B, L, V]`.
+        shift_labels: `[B, L]`, -100 where nothing is to predict.
+
+    Returns:
+        `[B, L]`, in fp32 or wider; 0 where there is no label.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -cross_entropy(wide.flatten(0, 1), shift_labels.flatten(), reduction="none").view_as(shift_labels)

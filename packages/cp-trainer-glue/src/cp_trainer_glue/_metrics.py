@@ -1,4 +1,4 @@
-"""One JSON line per step, on the first rank."""
+"""One JSON line per step and per evaluation, on the first rank."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -25,8 +25,20 @@ class StepMetrics:
     comm_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationMetrics:
+    """What an evaluation is reported by."""
+
+    # After which it was made.
+    step: int
+    # Mean over the valid tokens of all samples.
+    eval_loss: float
+    eval_tokens: int
+    eval_samples: int
+
+
 class MetricsFile:
-    """`metrics.jsonl`, with one line for each step and no step twice.
+    """`metrics.jsonl`, with one line for each step, one for each evaluation after its step's, and none twice.
 
     Args:
         path: The file.
@@ -39,8 +51,8 @@ class MetricsFile:
         path.write_text("".join(f"{line}\n" for line in kept))
         self._path = path
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step."""
+    def write(self, metrics: StepMetrics | EvaluationMetrics) -> None:
+        """Append one step or evaluation."""
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(metrics)) + "\n")
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ._metrics import StepMetrics
+from ._metrics import EvaluationMetrics, StepMetrics
 
 _LINES_EVERY = 10
 
@@ -66,3 +66,10 @@ class Reporter:
             self._progress.update(self._task, completed=metrics.step, description=text)
         elif metrics.step == 1 or metrics.step % _LINES_EVERY == 0 or metrics.step == self._train_iters:
             self.say(f"step {metrics.step}/{self._train_iters}  {text}")
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Print what an evaluation found, above the bar."""
+        self.say(
+            f"eval {metrics.step}/{self._train_iters}  loss {metrics.eval_loss:.4f}  over {metrics.eval_tokens:,} "
+            f"tokens of {metrics.eval_samples:,} samples"
+        )

@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,20 @@ from cp_core import (
 from ._applier import apply_plan
 from ._checkpoint import Checkpoints
 from ._compilation import compile_blocks
-from ._config import AcceleratorConfig, TrainerConfig
-from ._data import Batch, BatchStream, require_same_shard
+from ._config import TrainerConfig
+from ._data import Batch, BatchStream, ShardOnDevice, require_same_shard, shard_on_device
+from ._evaluation import EvalResult, Prediction, evaluate, evaluates_after, predict
 from ._gradient_domain import GradientDomain
 from ._mesh import MeshContext
-from ._metrics import MetricsFile, StepMetrics
+from ._metrics import EvaluationMetrics, MetricsFile, StepMetrics
 from ._model import require_equal_parameters
 from ._optimizer import make_optimizer, make_scheduler
 from ._progress import Reporter
 from ._recomputation import checkpoint_activations
+from ._samples import Samples
 from ._sharded_parameters import shard_parameters
 from ._stop import StopRequest
+from ._summary import run_summary
 
 _logger = logging.getLogger("cp_trainer_glue")
 
@@ -90,6 +93,7 @@ class BaseTrainer:
         self.model = self.build_model().to(device)
         self.prepare_loss()
         require_equal_parameters(self.model, self.meshes.world_mesh)
+        self.evaluation_samples = self.build_evaluation()
         self.applied, tp_grad_info, self.validation = apply_plan(self.model, config, self.meshes)
         self.model.train()
         checkpoint_activations(self.model, config.training)
@@ -108,6 +112,9 @@ class BaseTrainer:
             stream=self.stream,
         )
         self._batches: Iterator[Batch] | None = None
+        # Weights needed one seed everywhere; from here on, ranks with other samples make other random decisions, and
+        # ranks that share samples the same.
+        platform.manual_seed(config.training.seed + self.meshes.dp_rank)
 
     def build_data(self) -> BatchStream:
         """Return the stream of global micro-batches, each with `input_ids` and `labels` `[B, S]`."""
@@ -116,6 +123,10 @@ class BaseTrainer:
     def build_model(self) -> torch.nn.Module:
         """Return the model, with equal weights on all ranks."""
         raise NotImplementedError("a trainer says what its model is: override build_model.")
+
+    def build_evaluation(self) -> Samples | None:
+        """Return the samples to evaluate, the same on all ranks, none of them trained on; None where there are none."""
+        return None
 
     def prepare_loss(self) -> None:
         """Do what the loss needs of the whole model, just after it was built."""
@@ -131,6 +142,14 @@ class BaseTrainer:
             loss_weights: `[B, L]`, what each token's loss is multiplied with; given where the batch has them.
         """
         raise NotImplementedError("a trainer says what its loss is: override compute_loss_sum.")
+
+    def compute_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return what `predict` reads: `[B, L, V]` of this rank's shard, with the whole vocabulary.
+
+        Args:
+            inputs: As in `compute_loss_sum`.
+        """
+        raise NotImplementedError("a trainer says what its logits are: override compute_logits.")
 
     def loss_weight_sum(self, shift_labels: torch.Tensor, loss_weights: torch.Tensor | None) -> float | None:
         """Return what the summed loss of a shard is to be divided by; None is its number of labels.
@@ -170,7 +189,7 @@ class BaseTrainer:
             InvalidInputError: On all ranks, if the data has ended, or ends earlier on some ranks.
         """
         fetched = itertools.islice(self._stream_iterator(), self.config.accumulation_steps)
-        batches = tuple(self._shard(batch) for batch in fetched)
+        batches = tuple(self.shard_batch(batch) for batch in fetched)
         counts = tuple(count_valid_tokens(batch["shift_labels"]) for batch in batches)
         weights = tuple(self.loss_weight_sum(b["shift_labels"], b.get("loss_weights")) for b in batches)
         own = None if None in weights else math.fsum(weight for weight in weights if weight is not None)
@@ -217,6 +236,39 @@ class BaseTrainer:
         if self.validation is not None:
             self.validation.check_parameters(self.model.named_parameters(), gradients=False)
 
+    def evaluate(self, samples: Samples | None = None) -> EvalResult:
+        """Return the mean loss over the tokens of all samples, each counted once; training goes on as without it.
+
+        All ranks call it. `compute_loss_sum` runs in eval mode, without gradients, and on every rank equally often. The
+        auxiliary loss of experts is no part of it.
+
+        Args:
+            samples: The same on all ranks; None takes those of `build_evaluation`, `evaluation.max_samples` of them.
+
+        Raises:
+            InvalidInputError: On all ranks, if there is no sample or no label, or samples differ between ranks.
+        """
+        return evaluate(self, samples)
+
+    def predict(self, batches: Iterable[Batch], *, logits: bool = False) -> list[Prediction]:
+        """Return what the model predicts after each token of each sample; training goes on as without it.
+
+        All ranks call it. Each forward takes `micro_batch_size` samples on each data-parallel rank, and what was asked
+        for is sent to rank 0 after it.
+
+        Args:
+            batches: Global batches, the same on all ranks, on the host; each entry a tensor with a row for each sample.
+            logits: Whether to return logits too. They are gathered sample by sample: a context-parallel rank holds
+                `[S, V]` of one at a time, but the first one those of its forward, and rank 0 all.
+
+        Returns:
+            On rank 0 one prediction for each sample, in the order given; on all other ranks an empty list.
+
+        Raises:
+            InvalidInputError: On all ranks, if batches differ between ranks or cannot be cut into samples.
+        """
+        return predict(self, batches, logits=logits)
+
     def train(self) -> bool:
         """Train to `train_iters`, from the newest checkpoint if there is one.
 
@@ -225,7 +277,8 @@ class BaseTrainer:
         """
         config, first = self.config, self.checkpoints.load()
         reporter = Reporter(train_iters=config.training.train_iters, shown=dist.get_rank() == 0)
-        reporter.summary(self._summary(first))
+        methods = [(row.wrapper, row.fqn) for row in self.applied.report]
+        reporter.summary(run_summary(config, self.model, methods, device_type=self.meshes.device.type, first=first))
         if first >= config.training.train_iters:
             reporter.say(f"train_iters ({config.training.train_iters}) is reached; nothing to do.")
             return True
@@ -236,6 +289,8 @@ class BaseTrainer:
                 if metrics is not None:
                     metrics.write(measured)
                 reporter.step(measured)
+                if evaluates_after(step, config):
+                    self._report_evaluation(step, reporter, metrics)
                 stopping = stop.agreed()
                 if stopping or self._saves_after(step):
                     reporter.say(f"saved {self.checkpoints.save(step)}")
@@ -244,15 +299,21 @@ class BaseTrainer:
                     return step == config.training.train_iters
         return True
 
+    def shard_batch(self, batch: Batch) -> dict[str, Any]:
+        """Return this rank's shard of a global batch, on the host."""
+        shard = self.applied.shard_batch(batch, multiple_of=self._padding_multiple())
+        require_same_shard(shard, self.meshes.tp_mesh)
+        return shard
+
+    def on_device(self, shard: dict[str, Any]) -> ShardOnDevice:
+        """Return what a forward takes, on the device."""
+        # Where nothing is wrapped the model gets what it would get without any of this.
+        return shard_on_device(shard, self.meshes.device, takes_layout=bool(self.applied.report))
+
     def _stream_iterator(self) -> Iterator[Batch]:
         if self._batches is None:
             self._batches = iter(self.stream)
         return self._batches
-
-    def _shard(self, batch: Batch) -> dict[str, Any]:
-        shard = self.applied.shard_batch(batch, multiple_of=self._padding_multiple())
-        require_same_shard(shard, self.meshes.tp_mesh)
-        return shard
 
     def _padding_multiple(self) -> int:
         """With the residual stream sharded along the sequence, tensor-parallel ranks cut each shard once more."""
@@ -262,17 +323,12 @@ class BaseTrainer:
 
     def _backward(self, window: Window, index: int) -> torch.Tensor:
         batch = window.batches[index]
-        local = {
-            name: value.to(self.meshes.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
-        shift_labels, layout = local.pop("shift_labels"), batch["cp_layout"]
-        weights = {"loss_weights": local.pop("loss_weights")} if "loss_weights" in local else {}
-        if not self.applied.report:  # nothing is wrapped: the model gets what it would get without any of this
-            local.pop("cp_layout")
-        weighted = window.weight_sum is not None
+        inputs, shift_labels, weights = self.on_device(batch)
+        if shift_labels is None:
+            raise AssertionError("the window was counted by labels, but this batch has none.")
+        layout, weighted = batch["cp_layout"], window.weight_sum is not None
         loss = mean_global_loss(
-            self.compute_loss_sum(local, shift_labels, **weights),
+            self.compute_loss_sum(inputs, shift_labels, **weights),
             window.counts[index],
             dp_cp_mesh=self.meshes.dp_cp_mesh,
             grad_average_degree=1,  # every domain sums
@@ -313,6 +369,15 @@ class BaseTrainer:
             comm_bytes=sum(record.bytes_received for record in trace.records),
         )
 
+    def _report_evaluation(self, step: int, reporter: Reporter, metrics: MetricsFile | None) -> None:
+        found = self.evaluate()
+        row = EvaluationMetrics(
+            step=step, eval_loss=found.loss, eval_tokens=found.valid_tokens, eval_samples=found.samples
+        )
+        if metrics is not None:
+            metrics.write(row)
+        reporter.evaluation(row)
+
     def _saves_after(self, step: int) -> bool:
         every = self.config.checkpoint.save_iters
         return step == self.config.training.train_iters or (every > 0 and step % every == 0)
@@ -334,20 +399,6 @@ class BaseTrainer:
                 "build_model, before the optimizer is made, or freeze them."
             )
 
-    def _summary(self, first: int) -> dict[str, str]:
-        axes = self.config.accelerator
-        methods: dict[str, list[str]] = {}
-        for row in self.applied.report:
-            methods.setdefault(row.wrapper, []).append(row.fqn)
-        return {
-            "ranks": f"{axes.world_size} ({_sizes(axes)}) on {self.meshes.device.type}",
-            "model": f"{type(self.model).__name__}, {sum(p.numel() for p in self.model.parameters()):,} parameters",
-            "methods": "; ".join(f"{name}: {_short(fqns)}" for name, fqns in methods.items()) or "none (cp_size 1)",
-            "batch": f"{self.config.training.global_batch_size} x {self.config.data.seq_length} tokens",
-            "output": self.config.output_dir,
-            "start": f"after step {first}" if first else "from the beginning",
-        }
-
 
 def _refuse_unequal_windows(lengths: Sequence[int]) -> None:
     if not any(lengths):
@@ -357,12 +408,3 @@ def _refuse_unequal_windows(lengths: Sequence[int]) -> None:
             f"the data of data-parallel ranks must end together, but they have {sorted(set(lengths))} micro-batches "
             "left for this step; let build_data give each rank the same number."
         )
-
-
-def _sizes(axes: AcceleratorConfig) -> str:
-    tensor_parallel = f" x tp {axes.tp_size}" if axes.tp_size > 1 else ""
-    return f"dp {axes.dp_size} x cp {axes.cp_size}{tensor_parallel}"
-
-
-def _short(fqns: list[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]} ({len(fqns)})"

@@ -1,7 +1,7 @@
 """Cross-entropy over logits whose vocabulary is sharded over tensor-parallel ranks.
 
 B batch, L tokens of this context-parallel rank, V vocabulary, T tensor-parallel ranks; rank t holds the columns from
-`t * ceil(V / T)` on. Each rank sends two numbers per token; no rank ever has `[B, L, V]`.
+`t * ceil(V / T)` on. Each rank sends two numbers per token; the loss has `[B, L, V]` on no rank.
 """
 
 from typing import Any
@@ -34,7 +34,38 @@ def vocab_parallel_loss_sum(
     Raises:
         InvalidInputError: If this rank has other columns than its share of V.
     """
-    chunk = -(-vocab_size // tp_mesh.size())
+    start = _require_share(logits, tp_mesh, vocab_size)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses: torch.Tensor = _VocabParallelLosses.apply(wide, shift_labels, start, tp_mesh)
+    return losses.sum()
+
+
+def gather_vocabulary(logits: torch.Tensor, *, tp_mesh: DeviceMesh, vocab_size: int) -> torch.Tensor:
+    """Return the logits of the whole vocabulary, `[B, L, V]`, on all ranks of the mesh; for inference.
+
+    Args:
+        logits: `[B, L, V / T]`, this rank's columns; the last ranks may have fewer.
+        tp_mesh: 1-D mesh of the ranks that share the vocabulary.
+        vocab_size: V.
+
+    Backward: reduce-scatter (sum).
+
+    Raises:
+        InvalidInputError: If this rank has other columns than its share of V.
+    """
+    _require_share(logits, tp_mesh, vocab_size)
+    lacking = _columns_of_first(tp_mesh, vocab_size) - logits.shape[-1]
+    (gathered,) = all_gather_sequence(torch.nn.functional.pad(logits, (0, lacking)), dim=-1, mesh=tp_mesh)
+    return gathered.narrow(-1, 0, vocab_size)
+
+
+def _columns_of_first(tp_mesh: DeviceMesh, vocab_size: int) -> int:
+    return -(-vocab_size // tp_mesh.size())
+
+
+def _require_share(logits: torch.Tensor, tp_mesh: DeviceMesh, vocab_size: int) -> int:
+    """Check that a rank has its share of the vocabulary; return its first column."""
+    chunk = _columns_of_first(tp_mesh, vocab_size)
     start = mesh_rank(tp_mesh) * chunk
     share = min(chunk, max(vocab_size - start, 0))
     if logits.shape[-1] != share:
@@ -42,9 +73,7 @@ def vocab_parallel_loss_sum(
             f"loss_parallel: this rank's share of a vocabulary of {vocab_size} is {share} columns, but its logits have "
             f"{logits.shape[-1]}; the model's output layer must stay sharded."
         )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses: torch.Tensor = _VocabParallelLosses.apply(wide, shift_labels, start, tp_mesh)
-    return losses.sum()
+    return start
 
 
 class _VocabParallelLosses(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cp_core import InvalidInputError
 from cp_trainer_glue._config import DataConfig, TrainingConfig
@@ -97,6 +98,14 @@ def test_a_stream_goes_on_exactly_where_it_was_saved(consumed: int) -> None:
     second = stream(10)
     second.load_state_dict(first.state_dict())
     assert samples(second, 25 - consumed) == expected[consumed:]
+
+
+def test_a_stream_leaves_the_random_numbers_of_the_model_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    samples(stream(4), 10)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
