@@ -144,7 +144,8 @@ class LossInHead:
         Raises:
             UnsupportedError: If the model changes what its output layer gives, or calls it otherwise than once.
         """
-        head, losses = self._model.get_output_embeddings(), list[torch.Tensor]()
+        head = self._model.get_output_embeddings()
+        losses: list[torch.Tensor] = []
 
         def loss_of(hidden: torch.Tensor) -> torch.Tensor:
             losses.append(token_loss.of_hidden(hidden, head, shift_labels, loss_weights))

@@ -40,16 +40,6 @@ class OverrideEntry(Protocol):
         ...
 
     @property
-    def input_placements(self) -> Mapping[str, str] | None:
-        """Where what the attention is given lies, by mesh axis."""
-        ...
-
-    @property
-    def output_placements(self) -> Mapping[str, str] | None:
-        """Where what it returns lies."""
-        ...
-
-    @property
     def region_dispatch(self) -> bool | None:
         """Must be false at cp size above 1."""
         ...
@@ -103,6 +93,7 @@ def _spec(entry: OverrideEntry) -> ModuleShardingSpec:
         inner_wrapper=entry.inner_wrapper,
         local_compute_fn=entry.local_compute_fn,
         region_dispatch=entry.region_dispatch,
-        input_placements=entry.input_placements,
-        output_placements=entry.output_placements,
+        # Not in the owner's document, so an entry that is no PlanOverride may lack them.
+        input_placements=getattr(entry, "input_placements", None),
+        output_placements=getattr(entry, "output_placements", None),
     )

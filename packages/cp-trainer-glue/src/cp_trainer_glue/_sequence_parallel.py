@@ -1,8 +1,8 @@
 """Sharding the residual stream of a decoder along the sequence, over tensor-parallel ranks.
 
-B batch, L tokens of this context-parallel rank, T tensor-parallel ranks, H hidden size. Each rank has `[B, L / T, H]` of
-the stream and `[B, L, H]` behind a norm, which is what attention and MLP are given. The modules whose forward changes
-are such that no context-parallel method and no recomputation of attentions replaces them.
+B batch, L tokens of this context-parallel rank, T tensor-parallel ranks, H hidden size. Each rank has `[B, L / T, H]`
+of the stream and `[B, L, H]` behind a norm, which is what attention and MLP are given. The modules whose forward
+changes are such that no context-parallel method and no recomputation of attentions replaces them.
 """
 
 from collections.abc import Callable, Mapping

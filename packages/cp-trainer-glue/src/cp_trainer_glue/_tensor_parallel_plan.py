@@ -118,7 +118,7 @@ def _generic(name: str) -> str:
 
 def _style_faults(model: torch.nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
     name = type(model).__name__
-    unproven = {style: place for place, style in reversed(styles.items()) if style not in PROVEN_STYLES}
+    unproven = {style: place for place, style in reversed(list(styles.items())) if style not in PROVEN_STYLES}
     for style, place in unproven.items():
         yield f"the plan of {name} uses {style!r} ({place}), which this version does not apply; {_NO_TP}."
     modules = dict(model.named_modules())
@@ -187,13 +187,14 @@ def _head_faults(model: torch.nn.Module, styles: Mapping[str, str], tp_size: int
         widths = {heads * tp_size * shape.head_dim for heads in (shape.num_q_heads, shape.num_kv_heads)}
         for place, style in styles.items():
             layer = modules.get(place)
-            if style == "colwise" and place.startswith(f"{fqn}.") and layer is not None:
-                if layer.out_features not in widths:
-                    yield (
-                        place,
-                        f"{place} has {layer.out_features} output features, which are neither its attention's query "
-                        f"heads nor its key/value heads ({sorted(widths)}), so heads cannot be told apart; {_NO_TP}.",
-                    )
+            if style != "colwise" or not place.startswith(f"{fqn}.") or layer is None:
+                continue
+            if layer.out_features not in widths:
+                yield (
+                    place,
+                    f"{place} has {layer.out_features} output features, which are neither its attention's query heads "
+                    f"nor its key/value heads ({sorted(widths)}), so heads cannot be told apart; {_NO_TP}.",
+                )
 
 
 def _width_faults(model: torch.nn.Module, styles: Mapping[str, str], tp_size: int) -> Iterator[tuple[str, str]]:

@@ -174,7 +174,6 @@ CASES: dict[str, Case] = {
     "unknown placement": Case(
         entries(entry(output_placements={"cp": "sharded"})),
         ("output_placements: a placement is `replicate` or",),
-        False,
     ),
     # sizes
     "cp_size 0": Case({"accelerator.cp_size": 0}, ("cp_size: must be greater than or equal to 1, but is 0.",), False),

@@ -140,7 +140,6 @@ WRONG = {
         changed(accelerator__sequence_parallel=True),
         "accelerator.sequence_parallel: shards over tensor-parallel ranks, but tp_size is 1",
     ),
-    "validate": (changed(sharding_mode="validate"), "sharding_mode: validate is not supported in this version"),
     "batch": (
         changed(training__micro_batch_size=4),
         "training.global_batch_size (2) must be a multiple of micro_batch_size (4) times the data-parallel ranks "
