@@ -64,7 +64,7 @@ def bf16_sum(sizes: dict[str, int], reduce_dtype: str | None) -> list[float] | N
     else:
         config = FsdpConfig.model_validate({"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype})
         shard_parameters(model, meshes.fsdp_mesh, config)
-    domain = GradientDomain(model, meshes)
+    domain = GradientDomain(model, meshes, {})
     domain.will_reduce(True)
     value = 256.0 if dist.get_rank() == 0 else 1.0
     model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
@@ -89,7 +89,7 @@ def bf16_accumulation(steps: int) -> list[float] | None:
     meshes = meshes_of(cp_size=2)
     model = torch.nn.Linear(1, 2, bias=False)
     shard_parameters(model, meshes.fsdp_mesh, FsdpConfig(param_dtype="bfloat16", reduce_dtype="float32"))
-    domain = GradientDomain(model, meshes)
+    domain = GradientDomain(model, meshes, {})
     for step in range(steps):
         domain.will_reduce(step == steps - 1)
         model(torch.full((1, 1), 256.0 if step == 0 else 1.0, dtype=torch.bfloat16)).sum().backward()
@@ -120,7 +120,7 @@ def unused_on_rank_1(sharded: bool) -> dict[str, Any]:
     model = Branches()
     if sharded:
         shard_parameters(model, meshes.fsdp_mesh, FsdpConfig())
-    domain = GradientDomain(model, meshes)
+    domain = GradientDomain(model, meshes, {})
     model(torch.ones(1, 2), branch=dist.get_rank() == 0).sum().backward()
     domain.reduce()
     return {name: whole(param.grad) for name, param in model.named_parameters()}
@@ -140,7 +140,7 @@ def late_parameter(sharded: bool, make: Callable[[], torch.Tensor]) -> list[floa
     model = torch.nn.Linear(2, 2, bias=False)
     if sharded:
         shard_parameters(model, meshes.fsdp_mesh, FsdpConfig())
-    domain = GradientDomain(model, meshes)
+    domain = GradientDomain(model, meshes, {})
     model.adapter = torch.nn.Parameter(make())
     hidden = torch.full((1, 2), 1.0 + dist.get_rank())
     (model(hidden) + hidden * model.adapter).sum().backward()
@@ -184,7 +184,7 @@ def messages_of_accumulation() -> list[bool]:
     model = torch.nn.Linear(2, 2, bias=False)
     shard_parameters(model, meshes.fsdp_mesh, FsdpConfig())
     assert isinstance(model, FSDPModule)
-    domain, summed = GradientDomain(model, meshes), []
+    domain, summed = GradientDomain(model, meshes, {}), []
     for step in range(3):
         domain.will_reduce(step == 2)
         model(torch.ones(1, 2)).sum().backward()

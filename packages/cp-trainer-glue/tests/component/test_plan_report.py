@@ -48,7 +48,7 @@ def groups_and_costs(path: str) -> dict[str, Any]:
     }
     groups["dp_cp"] = dist.get_process_group_ranks(meshes.dp_cp_mesh.get_group())
     model = HyperAutoModel.build(config.model)
-    applied = apply_plan(model, config, meshes)
+    applied = apply_plan(model, config, meshes).context_parallel
     batch = applied.shard_batch({"input_ids": torch.randint(257, (2, 29), generator=torch.Generator().manual_seed(0))})
     with CollectiveTrace() as trace:
         model(**batch).logits.sum().backward()
