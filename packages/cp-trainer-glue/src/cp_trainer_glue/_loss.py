@@ -153,12 +153,13 @@ class LossInHead:
 
         with _forward_of(head, loss_of):
             output = self._model(**inputs).logits
-        if len(losses) != 1 or output is not losses[0]:
+        loss = losses[0] if len(losses) == 1 else None
+        if loss is None or loss is not output:
             raise UnsupportedError(
                 f"loss.chunk_tokens: {self._name} changes its logits after the output layer (a cap or a scale), which "
                 "chunks would leave out; leave chunk_tokens out."
             )
-        return losses[0]
+        return loss
 
 
 @contextmanager

@@ -109,18 +109,19 @@ class Seen(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def run(folder: Path, axes: Axes) -> Seen:
+def run(folder: Path, axes: Axes) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_trainer, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
         trainer = make_trainer(folder, axes)
         trainer.train()
     rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Seen(trainer.meshes.dp_rank, trainer.tags, trainer.draws, rows)
+    # Plain, since a class of a test file cannot be sent back.
+    return Seen(trainer.meshes.dp_rank, trainer.tags, trainer.draws, rows)._asdict()
 
 
 def everyone(worlds: Any, folder: Path, axes: Axes) -> list[Seen]:
-    found: list[Seen] = worlds(axes.world_size).run(run, folder / "-".join(map(str, axes)), axes)
-    return found
+    found = worlds(axes.world_size).run(run, folder / "-".join(map(str, axes)), axes)
+    return [Seen(**of_rank) for of_rank in found]
 
 
 def test_each_sample_is_seen_once_per_epoch_and_by_all_ranks_that_share_it(worlds: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -70,6 +71,7 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             _forget_meshes()
+            gc.collect()  # a model in a cycle would keep its groups, whose threads take time from the tests that follow
         dist.init_process_group(
             self._spec.backend,
             store=dist.PrefixStore(reset.prefix, self._store),
