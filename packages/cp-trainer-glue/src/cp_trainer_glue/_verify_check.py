@@ -66,7 +66,7 @@ class Check:
     """One comparison."""
 
     name: str
-    # inputs, labels, layer, logits, loss, valid_tokens, gradient, replicas, grad_norm, clipped_gradient, parameter,
+    # inputs, positions, labels, layer, logits, loss, valid_tokens, gradient, replicas, grad_norm, clipped_gradient, parameter,
     # optimizer or pending.
     kind: str
     step: int

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_collectives import gather_objects
 from cp_core import Chunk, InvalidInputError, tensor_digest
 
+from ._verify_capture import LOGITS
 from ._verify_batches import GlobalBatch, global_batch
 from ._verify_declared import Coordinates, DeclaredStep
 
@@ -74,13 +75,16 @@ class GatheredStep:
         return 1 + max(place.cp for place in self.coordinates)
 
 
-def gather_step(step: DeclaredStep, coordinates: Coordinates, world: DeviceMesh) -> GatheredStep:
+def gather_step(
+    step: DeclaredStep, coordinates: Coordinates, world: DeviceMesh, *, loss_parallel: bool
+) -> GatheredStep:
     """Put a step together; every rank calls it.
 
     Args:
         step: What this rank saw.
         coordinates: Where this rank stands.
         world: 1-D mesh of all ranks.
+        loss_parallel: Whether tensor-parallel ranks have parts of the vocabulary of the logits.
 
     Raises:
         InvalidInputError: If the trainer did not read its batches from its data stream, one for each micro-batch.
@@ -93,7 +97,8 @@ def gather_step(step: DeclaredStep, coordinates: Coordinates, world: DeviceMesh)
     for number, micro in enumerate(step.micro_steps):
         for name, parts in _gathered_outputs(micro.outputs, world):
             if dist.get_rank() == 0:
-                _assemble(gathered, number, name, parts)
+                dim = 2 if name == LOGITS and loss_parallel else 1
+                _assemble(gathered, (number, name), parts, tp_dim=dim)
     return gathered
 
 
@@ -161,7 +166,10 @@ def _gathered_outputs(
         yield name, gather_objects(outputs.get(name), mesh=world)
 
 
-def _assemble(gathered: GatheredStep, micro_batch: int, name: str, parts: list[torch.Tensor | None]) -> None:
+def _assemble(
+    gathered: GatheredStep, output: tuple[int, str], parts: list[torch.Tensor | None], *, tp_dim: int
+) -> None:
+    micro_batch, name = output
     views = gathered.views[micro_batch]
     for dp_rank in sorted({place.dp for place in gathered.coordinates}):
         shards = []
@@ -169,17 +177,17 @@ def _assemble(gathered: GatheredStep, micro_batch: int, name: str, parts: list[t
             ranks = [r for r, place in enumerate(gathered.coordinates) if (place.dp, place.cp) == (dp_rank, cp_rank)]
             held = [part for rank in ranks if (part := parts[rank]) is not None]
             if len(held) == len(ranks):
-                shards.append((views[ranks[0]], _joined_over_tp(held, views[ranks[0]].shift_labels.shape[1])))
+                shards.append((views[ranks[0]], _joined_over_tp(held, tp_dim, views[ranks[0]].shift_labels.shape[1])))
         if len(shards) == gathered.cp_size:
             batch = next(b for b in gathered.batches if (b.dp_rank, b.micro_batch) == (dp_rank, micro_batch))
             whole = in_global_order(shards)[:, : batch.shift_labels.shape[1]]
             gathered.outputs.setdefault((dp_rank, micro_batch), {})[name] = whole
 
 
-def _joined_over_tp(parts: list[torch.Tensor], length: int) -> torch.Tensor:
-    """Return one context-parallel rank's shard: equal on tensor-parallel ranks, or sharded along the sequence."""
-    if len(parts) > 1 and parts[0].shape[1] != length and sum(part.shape[1] for part in parts) == length:
-        return torch.cat(parts, dim=1)
+def _joined_over_tp(parts: list[torch.Tensor], dim: int, length: int) -> torch.Tensor:
+    """Return one context-parallel rank's shard: equal on tensor-parallel ranks, or sharded over them in a dim."""
+    if len(parts) > 1 and (dim == 2 or parts[0].shape[1] != length):
+        return torch.cat(parts, dim=dim)
     return parts[0]
 
 
