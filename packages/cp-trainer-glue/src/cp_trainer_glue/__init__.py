@@ -20,12 +20,19 @@ from ._plan_report import PlanReport, plan_report
 from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
 from ._trainer import BaseTrainer, StepResult, TextTrainer, Window
+from ._verify import verify_training
+from ._verify_cause import Cause
+from ._verify_check import Check
+from ._verify_options import VerifyOptions
+from ._verify_report import VerifyReport
 from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")
 
 __all__ = [
     "BaseTrainer",
+    "Cause",
+    "Check",
     "ConfigError",
     "Correction",
     "HyperAutoModel",
@@ -41,9 +48,12 @@ __all__ = [
     "StepResult",
     "TextTrainer",
     "TrainerConfig",
+    "VerifyOptions",
+    "VerifyReport",
     "Window",
     "apply_sharding_plan",
     "inspect_config",
     "load_config",
     "plan_report",
+    "verify_training",
 ]

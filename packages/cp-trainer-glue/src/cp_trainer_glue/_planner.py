@@ -216,9 +216,7 @@ def mesh_axis(device_mesh: DeviceMesh | None, axis: str, size: int) -> DeviceMes
         )
     mesh = device_mesh[axis]
     if mesh.size() != size:
-        raise InvalidInputError(
-            f"{axis}_size is {size}, but axis {axis!r} of the device mesh has {mesh.size()} ranks."
-        )
+        raise InvalidInputError(f"{axis}_size is {size}, but axis {axis!r} of the device mesh has {mesh.size()} ranks.")
     return mesh
 
 

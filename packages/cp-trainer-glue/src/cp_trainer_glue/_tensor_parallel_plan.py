@@ -139,7 +139,11 @@ def _unplanned(model: torch.nn.Module, styles: Mapping[str, str]) -> Iterator[st
     regions = tuple(f"{region}." for region in _regions(model, styles))
     seen: set[str] = set()
     for name, _ in model.named_parameters():
-        if name.startswith(regions) and styles.get(name, _EXPERTS_STYLE) == _EXPERTS_STYLE and _generic(name) not in seen:
+        if (
+            name.startswith(regions)
+            and styles.get(name, _EXPERTS_STYLE) == _EXPERTS_STYLE
+            and _generic(name) not in seen
+        ):
             seen.add(_generic(name))
             yield name
 

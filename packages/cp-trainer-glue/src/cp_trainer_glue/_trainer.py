@@ -300,7 +300,10 @@ class TextTrainer(BaseTrainer):
         logits = self.model(**inputs).logits
         if self.config.accelerator.loss_parallel:
             return vocab_parallel_loss_sum(
-                logits, shift_labels, tp_mesh=self.meshes.tp_mesh, vocab_size=self.model.get_output_embeddings().out_features
+                logits,
+                shift_labels,
+                tp_mesh=self.meshes.tp_mesh,
+                vocab_size=self.model.get_output_embeddings().out_features,
             )
         return token_loss_sum(logits, shift_labels)
 

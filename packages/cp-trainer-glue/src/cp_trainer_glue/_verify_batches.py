@@ -56,9 +56,7 @@ def global_batch(batch: dict[str, Any], *, dp_rank: int, micro_batch: int) -> Gl
         weights = inputs["loss_weights"]
         shifted = weights if "labels" not in batch else torch.nn.functional.pad(weights[:, 1:], (0, 1))
         inputs["loss_weights"] = shifted.masked_fill(shift_labels == _IGNORED, 0)
-    return GlobalBatch(
-        dp_rank=dp_rank, micro_batch=micro_batch, inputs=inputs, shift_labels=shift_labels, real=real
-    )
+    return GlobalBatch(dp_rank=dp_rank, micro_batch=micro_batch, inputs=inputs, shift_labels=shift_labels, real=real)
 
 
 def _real(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:

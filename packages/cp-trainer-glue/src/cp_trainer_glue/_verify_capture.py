@@ -46,14 +46,13 @@ class LayerCapture:
         self.outputs, self.received = {}, {}
 
     def _recorder(self, name: str) -> Any:
-        @torch.compiler.disable
         def record(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             if name not in self.outputs:  # else it runs once more, in a backward
                 tensor = _first_tensor(output)
                 if tensor is not None:
                     self.outputs[name] = _on_host(tensor)
 
-        return record
+        return torch.compiler.disable(record)
 
     def _receive(self, _module: torch.nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
         if not self.received:
@@ -74,7 +73,7 @@ def _watched(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _embedding(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     find = getattr(model, "get_input_embeddings", None)
     embedding = None if find is None else find()
-    return {name: module for name, module in model.named_modules() if module is embedding}
+    return {name: module for name, module in model.named_modules() if embedding is not None and module is embedding}
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

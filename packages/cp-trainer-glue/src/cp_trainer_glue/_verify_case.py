@@ -45,7 +45,7 @@ class Case:
         """Return the first global position of each context-parallel rank's first chunk, by rank."""
         views = self.gathered.views[batch.micro_batch]
         ranks = range(self.gathered.cp_size)
-        return [int(views[self.gathered.rank_at(batch.dp_rank, cp)].index[0]) for cp in ranks]
+        return [int(views[self.gathered.rank_at(batch.dp_rank, cp)].positions[0]) for cp in ranks]
 
     def shard_ends(self, batch: GlobalBatch) -> set[int]:
         """Return the last global position of every chunk of every rank, but for the end of the sequence."""
@@ -57,9 +57,9 @@ class Case:
     def owner(self, batch: GlobalBatch) -> torch.Tensor:
         """Return `[P]`: the context-parallel rank that holds each position."""
         views = self.gathered.views[batch.micro_batch]
-        owner = torch.zeros(max(int(view.index.max()) for view in views) + 1, dtype=torch.long)
+        owner = torch.zeros(max(int(view.positions.max()) for view in views) + 1, dtype=torch.long)
         for cp_rank in range(self.gathered.cp_size):
-            owner[views[self.gathered.rank_at(batch.dp_rank, cp_rank)].index] = cp_rank
+            owner[views[self.gathered.rank_at(batch.dp_rank, cp_rank)].positions] = cp_rank
         return owner
 
     def local_index(self, batch: GlobalBatch) -> torch.Tensor:
@@ -67,12 +67,10 @@ class Case:
         views = self.gathered.views[batch.micro_batch]
         local = torch.zeros(len(self.owner(batch)), dtype=torch.long)
         for cp_rank in range(self.gathered.cp_size):
-            index = views[self.gathered.rank_at(batch.dp_rank, cp_rank)].index
+            index = views[self.gathered.rank_at(batch.dp_rank, cp_rank)].positions
             local[index] = torch.arange(len(index))
         return local
 
     def batch_at(self, dp_rank: int, micro_batch: int) -> GlobalBatch:
         """Return one of the step's batches."""
         return next(b for b in self.gathered.batches if (b.dp_rank, b.micro_batch) == (dp_rank, micro_batch))
-
-

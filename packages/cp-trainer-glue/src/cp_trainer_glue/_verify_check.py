@@ -66,8 +66,8 @@ class Check:
     """One comparison."""
 
     name: str
-    # inputs, positions, labels, layer, logits, loss, valid_tokens, gradient, replicas, grad_norm, clipped_gradient, parameter,
-    # optimizer or pending.
+    # inputs, positions, labels, layer, logits, loss, valid_tokens, gradient, replicas, grad_norm, clipped_gradient,
+    # parameter, optimizer or pending.
     kind: str
     step: int
     # Relative; infinite where one side has nothing to compare.

@@ -51,7 +51,9 @@ def _at_step(check: Check, number: int) -> Check:
     )
 
 
-def _check(kind: str, name: str, error: float, limit: float = 0.0, detail: str = "", place: Place | None = None) -> Check:
+def _check(
+    kind: str, name: str, error: float, limit: float = 0.0, *, detail: str = "", place: Place | None = None
+) -> Check:
     return Check(name=name, kind=kind, step=0, error=error, limit=limit, detail=detail, place=place)
 
 
@@ -115,7 +117,7 @@ def _output_checks(gathered: GatheredStep, reference: ReferenceStep, tolerances:
     for name in sorted(ran, key=lambda name: name == LOGITS):  # a stable sort: the rest stays in order
         kind = LOGITS if name == LOGITS else "layer"
         error, detail, place = _output_error(name, gathered, reference, tolerances.output)
-        yield _check(kind, name, error, tolerances.output, detail, place)
+        yield _check(kind, name, error, tolerances.output, detail=detail, place=place)
 
 
 def _output_error(
@@ -142,7 +144,8 @@ def token_errors(found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor
     """Return `[B, S]`: how far each token is off, relative to the largest token; 0 for pads."""
     difference = (found.double() - expected.double()).flatten(2).norm(dim=2)
     scale = expected.double().flatten(2).norm(dim=2).masked_fill(~real, 0).max().clamp(min=1e-300)
-    return (difference / scale).masked_fill(~real, 0)
+    errors: torch.Tensor = (difference / scale).masked_fill(~real, 0)
+    return errors
 
 
 def _largest(errors: torch.Tensor) -> float:
@@ -162,7 +165,7 @@ def _number_checks(gathered: GatheredStep, reference: ReferenceStep, tolerances:
         errors = [relative_error(value, expected) for value in found]
         rank = max(range(len(errors)), key=lambda rank: math.inf if math.isnan(errors[rank]) else errors[rank])
         detail = "" if errors[rank] <= limit else f"{found[rank]:.10g} on rank {rank}, {expected:.10g} on one device"
-        yield _check(kind, kind, errors[rank], limit, detail)
+        yield _check(kind, kind, errors[rank], limit, detail=detail)
 
 
 # --- gradients and parameters -------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def _gradient_checks(
     floor = gradient_floor(expected, tolerances)
     for name in dict.fromkeys([*expected, *found.values]):
         error, detail = _tensor_error(found.values, expected, name, floor)
-        yield _check(kind, name, error, tolerances.gradient, detail)
+        yield _check(kind, name, error, tolerances.gradient, detail=detail)
 
 
 def _tensor_error(
@@ -197,12 +200,10 @@ def _tensor_error(
     return distance(left, right, floor=floor), ""
 
 
-def _parameter_checks(
-    found: Tensors, expected: Mapping[str, torch.Tensor], tolerances: Tolerances
-) -> Iterator[Check]:
+def _parameter_checks(found: Tensors, expected: Mapping[str, torch.Tensor], tolerances: Tolerances) -> Iterator[Check]:
     for name in dict.fromkeys([*expected, *found.values]):
         error, detail = _tensor_error(found.values, expected, name, 0.0)
-        yield _check("parameter", name, error, tolerances.parameter, detail)
+        yield _check("parameter", name, error, tolerances.parameter, detail=detail)
 
 
 def _replica_checks(tensors: Tensors, what: str) -> Iterator[Check]:

@@ -243,7 +243,6 @@ class _WatchedStream:
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
 
-
     try:
         return copy.deepcopy(model)
     except Exception as error:  # a module may refuse it in words of its own

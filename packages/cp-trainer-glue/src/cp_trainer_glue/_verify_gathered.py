@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_collectives import gather_objects
 from cp_core import Chunk, InvalidInputError, tensor_digest
 
-from ._verify_capture import LOGITS
 from ._verify_batches import GlobalBatch, global_batch
+from ._verify_capture import LOGITS
 from ._verify_declared import Coordinates, DeclaredStep
 
 
@@ -30,7 +30,7 @@ class ShardView(NamedTuple):
     received: dict[str, torch.Tensor]
 
     @property
-    def index(self) -> torch.Tensor:
+    def positions(self) -> torch.Tensor:
         """`[L]`: the global position of each token."""
         if self.chunks is None:
             return torch.arange(self.shift_labels.shape[1])
@@ -197,5 +197,5 @@ def in_global_order(shards: list[tuple[ShardView, torch.Tensor]]) -> torch.Tenso
     length = view.padded_length if view.chunks is not None else first.shape[1]
     whole = first.new_zeros(first.shape[0], length, *first.shape[2:])
     for view, shard in shards:
-        whole[:, view.index] = shard
+        whole[:, view.positions] = shard
     return whole

@@ -44,6 +44,26 @@ def _one_sided(case: Case, name: str, detail: str) -> Cause:
     return Cause(kind="one_sided_parameter", sentence=f"{sentence}.", evidence=f"{evidence}.")
 
 
+def given_labels_explain(case: Case) -> float | None:
+    """Return how near one device comes with the labels that the loss was given, None if that is not all."""
+    failed = [check.name for check in case.failed("gradient") if math.isfinite(check.error)]
+    if not failed:
+        return None
+    probes = _probes(case, failed)
+    parts = parts_of(case.gathered, case.reference, probes, labels_of=case.labels_as_given)
+    found = {name: value for name in probes if (value := case.declared.gradients.values[name]) is not None}
+    return _fit_over_all_tokens(case, parts, found)
+
+
+def _fit_over_all_tokens(case: Case, parts: Sequence[Part], found: Mapping[str, torch.Tensor]) -> float | None:
+    for denominator in (case.expected.denominator, sum(part.weight for part in parts) or 1.0):
+        weights = [1 / denominator] * len(parts)
+        rest = _misfit(found, {name: gradient_of(parts, weights, name) for name in found})
+        if rest <= case.tolerances.match:
+            return rest
+    return None
+
+
 # --- one factor ---------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +116,8 @@ def _subject(case: Case, failed: Sequence[str]) -> str:
 
 def _probes(case: Case, failed: Sequence[str]) -> list[str]:
     """Return some of the parameters, of a size that can be kept once per part."""
-    chosen, entries = [], 0
+    chosen: list[str] = []
+    entries = 0
     for name in sorted(failed, key=lambda name: (case.expected.parameters[name].numel(), name)):
         entries += case.expected.parameters[name].numel()
         if len(chosen) == _MAX_PROBES or (chosen and entries > _MAX_ENTRIES):
@@ -116,18 +137,16 @@ def _lost_ends(case: Case, found: Mapping[str, torch.Tensor], probes: Sequence[s
     if not any(case.shard_ends(batch) for batch in case.gathered.batches):
         return None
     parts = parts_of(case.gathered, case.reference, probes, labels_of=without_ends)
-    for denominator in (case.expected.denominator, sum(part.weight for part in parts) or 1.0):
-        weights = [1 / denominator] * len(parts)
-        rest = _misfit(found, {name: gradient_of(parts, weights, name) for name in found})
-        if rest <= case.tolerances.match:
-            ends = sorted(case.shard_ends(case.gathered.batches[0]))
-            return Cause(
-                kind="labels_shifted_per_rank",
-                sentence="labels are shifted on each rank's shard, so the last token of every shard has no target.",
-                evidence=f"without the targets of positions {_some(list(map(str, ends)))} one device's gradients equal "
-                f"the declared run's to {rest:.1e}.",
-            )
-    return None
+    rest = _fit_over_all_tokens(case, parts, found)
+    if rest is None:
+        return None
+    ends = sorted(case.shard_ends(case.gathered.batches[0]))
+    return Cause(
+        kind="labels_shifted_per_rank",
+        sentence="labels are shifted on each rank's shard, so the last token of every shard has no target.",
+        evidence=f"without the targets of positions {_some(list(map(str, ends)))} one device's gradients equal the "
+        f"declared run's to {rest:.1e}.",
+    )
 
 
 def _misfit(found: Mapping[str, torch.Tensor], predicted: Mapping[str, torch.Tensor]) -> float:
@@ -147,7 +166,9 @@ def _replica_cause(case: Case, differing: Sequence[str]) -> Cause:
     name, rest, ratio = _sum_over(case, axes, differing)
     if rest > case.tolerances.match:
         evidence = "summed over these ranks they are not one device's gradient either"
-        return Cause(kind="replicas_differ", sentence=f"{sentence}: nothing synchronises them.", evidence=f"{evidence}.")
+        return Cause(
+            kind="replicas_differ", sentence=f"{sentence}: nothing synchronises them.", evidence=f"{evidence}."
+        )
     if axes == ["tp"]:
         sentence += ": each rank has the part of its own heads, and the all-reduce over tensor parallel is missing."
     else:
@@ -190,16 +211,11 @@ def _sum_over(case: Case, axes: Sequence[str], differing: Sequence[str]) -> tupl
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def loss_causes(case: Case, *, explained: bool) -> Iterator[Cause]:
-    """Yield why the logged loss disagrees.
-
-    Args:
-        case: The step.
-        explained: Whether a cause of the gradients was found: if the loss fits the same one, it is not said twice.
-    """
+def loss_causes(case: Case) -> Iterator[Cause]:
+    """Yield why the count of tokens or the logged loss disagrees."""
     if case.failed("valid_tokens"):
         yield _token_count(case)
-    if not case.failed("loss") or explained:
+    if not case.failed("loss"):
         return
     found = [scalars.loss for scalars in case.gathered.scalars]
     limit = max(100 * case.tolerances.loss, 1e-9)
@@ -219,7 +235,7 @@ def loss_causes(case: Case, *, explained: bool) -> Iterator[Cause]:
         yield Cause(
             kind="loss_not_joined",
             sentence="the logged loss differs between ranks: it is not summed over them.",
-            evidence=f"ranks log {', '.join(f'{value:.6g}' for value in found[:4])}; one device {case.expected.loss:.6g}.",
+            evidence=f"ranks log {_some([f'{value:.6g}' for value in found])}; one device {case.expected.loss:.6g}.",
         )
 
 
@@ -227,7 +243,7 @@ def _weighted_loss(case: Case, parts: Sequence[Part], weighting: Weighting) -> C
     return Cause(
         kind=weighting.kind,
         sentence=f"the logged loss is {weighting.sentence}.",
-        evidence=f"put together like that, one device's parts give {loss_of(parts, weighting.weights):.10g}, as logged.",
+        evidence=f"put together like that, one device's parts give {loss_of(parts, weighting.weights):.10g}.",
     )
 
 

@@ -1,6 +1,5 @@
 """What `verify` changes of a run so that it can be compared with one device, all of it said."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -38,7 +37,7 @@ class VerifiedConfig(NamedTuple):
     changes: tuple[str, ...]
 
 
-def verified_config(config: TrainerConfig, options: VerifyOptions, *, output_dir: str | os.PathLike[str]) -> VerifiedConfig:
+def verified_config(config: TrainerConfig, options: VerifyOptions, *, output_dir: str) -> VerifiedConfig:
     """Return a user's config with what verifying needs in the place of some of it.
 
     Args:
@@ -46,8 +45,13 @@ def verified_config(config: TrainerConfig, options: VerifyOptions, *, output_dir
         options: What the command was asked for.
         output_dir: Where data caches go; the user's folder is not touched.
     """
-    parts = (_model(config.model, options), _data(config, options), _optimizer(config), _fsdp(config.fsdp_config, options))
-    update: dict[str, Any] = {"output_dir": str(output_dir)}
+    parts = (
+        _model(config.model, options),
+        _data(config, options),
+        _optimizer(config),
+        _fsdp(config.fsdp_config, options),
+    )
+    update: dict[str, Any] = {"output_dir": output_dir}
     for part in parts:
         update |= part.sections
     return VerifiedConfig(config.model_copy(update=update), tuple(line for part in parts for line in part.lines))

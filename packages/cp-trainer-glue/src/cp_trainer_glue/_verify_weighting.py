@@ -1,7 +1,7 @@
 """Ways in which the parts of a step may have been put together, each worked out from the parts of one device.
 
-A part is what the labels of one context-parallel rank add to one micro-batch of one data-parallel rank. Right is the sum
-of all parts over the labels of the whole step; known mistakes weigh the parts otherwise.
+A part is what the labels of one context-parallel rank add to one micro-batch of one data-parallel rank. Right is the
+sum of all parts over the labels of the whole step; known mistakes weigh the parts otherwise.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ def parts_of(
 
 
 def _labels_of_rank(gathered: GatheredStep, batch: GlobalBatch, labels: torch.Tensor, cp_rank: int) -> torch.Tensor:
-    index = gathered.views[batch.micro_batch][gathered.rank_at(batch.dp_rank, cp_rank)].index
+    index = gathered.views[batch.micro_batch][gathered.rank_at(batch.dp_rank, cp_rank)].positions
     held = index[index < labels.shape[1]]
     own = torch.full_like(labels, IGNORED)
     own[:, held] = labels[:, held]
@@ -107,19 +107,22 @@ def _weight(batch: GlobalBatch, labels: torch.Tensor) -> float:
 def weightings(parts: Sequence[Part], sizes: Sizes) -> Iterator[Weighting]:
     """Yield the known mistakes, from the one with the simplest words on."""
     total = sum(part.weight for part in parts) or 1.0
-    yield from _means(parts, sizes)
+    yield from _means(parts)
     yield from _shares(parts, sizes, total)
 
 
 _Key = Callable[[Part], Hashable]
 
 
-def _means(parts: Sequence[Part], sizes: Sizes) -> Iterator[Weighting]:
+def _rank_of(part: Part) -> tuple[int, int]:
+    return part.dp, part.cp
+
+
+def _means(parts: Sequence[Part]) -> Iterator[Weighting]:
     """Yield losses that are divided group by group."""
-    rank: _Key = lambda part: (part.dp, part.cp)
     whole = "instead of over all tokens of the step"
     kinds: list[tuple[str, str, _Key, bool]] = [
-        ("mean_per_rank", f"a mean per rank, averaged over ranks, {whole}", rank, True),
+        ("mean_per_rank", f"a mean per rank, averaged over ranks, {whole}", _rank_of, True),
         (
             "mean_per_rank_and_micro_batch",
             f"a mean per rank and micro-batch, averaged, {whole}",
@@ -134,7 +137,7 @@ def _means(parts: Sequence[Part], sizes: Sizes) -> Iterator[Weighting]:
             lambda part: part.cp,
             False,
         ),
-        ("tokens_of_rank_only", "a sum of means per rank: each rank divides by its own tokens alone", rank, False),
+        ("tokens_of_rank_only", "a sum of means per rank: each rank divides by its own tokens alone", _rank_of, False),
         (
             "tokens_over_cp_only",
             "divided by tokens that are counted over context parallel only: each data-parallel rank counts its own",
@@ -188,7 +191,9 @@ def _shares(parts: Sequence[Part], sizes: Sizes, total: float) -> Iterator[Weigh
 
 def gradient_of(parts: Sequence[Part], weights: Sequence[float], name: str) -> torch.Tensor:
     """Return the gradient that weights give."""
-    return torch.stack([part.gradients[name].double() * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+    return torch.stack(
+        [part.gradients[name].double() * weight for part, weight in zip(parts, weights, strict=True)]
+    ).sum(0)
 
 
 def loss_of(parts: Sequence[Part], weights: Sequence[float]) -> float:
