@@ -106,7 +106,9 @@ def parallel_gradients(case: Case) -> tuple[float, dict[str, torch.Tensor | None
     """Return the loss sum of all ranks' tokens, and each parameter's gradient, whole."""
     mesh, model = tp_mesh_of(case.cp), build_model(case.family)
     tp_size = mesh["tp"].size()
-    specs = {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper=case.wrapper, region_dispatch=False)}
+    specs = (
+        {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper=case.wrapper, region_dispatch=False)}
+    )
     plan = ShardingPlanner(specs).plan(model, mesh, tp_size=tp_size, cp_size=case.cp, **case.switches)
     applier = ShardingApplier(plan, mesh)
     tp_grad_info = applier.split(model)

@@ -3,9 +3,12 @@
 Trainers read random tokens with labels at uneven places; faults are planted as a user would make them.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 import cp_core._strategy
 from cp_collectives import current_platform
-from cp_core import clip_grad_norm, count_valid_tokens, local_attention, sum_gradients
+from cp_core import count_valid_tokens, local_attention, sum_gradients
 from cp_trainer_glue import TextTrainer, TrainerConfig, VerifyOptions, VerifyReport, verify_training
 
 VOCAB_SIZE = 96
@@ -157,7 +160,28 @@ RIGHT: dict[str, tuple[int, str, type[TextTrainer], dict[str, Any]]] = {
     "pads after": (2, "llama", RightPadded, {}),
     "pads before": (2, "llama", LeftPadded, {}),
     "fsdp": (2, "llama", SampleTrainer, {"fsdp": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}),
-    "data parallel only": (2, "llama", SampleTrainer, {"accelerator": {"dp_replicate_size": 2}, **{}}),
+    "data parallel only": (
+        2,
+        "llama",
+        SampleTrainer,
+        {"accelerator": {"dp_replicate_size": 2}, "training__micro_batch_size": 1},
+    ),
+    "gpt_oss, windows and sinks": (
+        2,
+        "gpt_oss",
+        SampleTrainer,
+        {
+            "model__config": {
+                "model_type": "gpt_oss",
+                **SIZES,
+                "sliding_window": 6,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "model__attn_implementation": "eager",
+        },
+    ),
     "tensor parallel only": (2, "qwen3", SampleTrainer, {"accelerator": {"tp_size": 2}}),
     "cp 4": (4, "qwen3", SampleTrainer, {"accelerator__cp_size": 4}),
     "dp 2 x cp 2, window of three": (
@@ -201,3 +225,275 @@ def test_a_right_set_up_is_found_right(worlds: Any, name: str) -> None:
         assert {check["step"] for check in report["checks"]} == {1, 2}
         kinds = {check["kind"] for check in report["checks"]}
         assert {"layer", "logits", "labels", "loss", "gradient", "clipped_gradient", "parameter", "replicas"} <= kinds
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------
+
+
+class LabelsShiftedOnShard(SampleTrainer):
+    def next_window(self) -> Any:
+        window = super().next_window()
+        for batch in window.batches:
+            own = batch["shift_labels"].roll(1, dims=1)  # not the labels, but what counts is what is lost at the end
+            batch["shift_labels"] = torch.nn.functional.pad(own[:, 1:], (0, 1), value=-100)
+        return window
+
+
+class LabelsShiftedInLoss(SampleTrainer):
+    """Shifts by itself, where a rank's shard is all that it sees."""
+
+    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+        cut = shift_labels.clone()
+        cut[:, -1] = -100
+        return super().compute_loss_sum(inputs, cut)
+
+
+class PositionsFromZero(SampleTrainer):
+    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+        positions = inputs["position_ids"]
+        return super().compute_loss_sum({**inputs, "position_ids": positions - positions[:, :1]}, shift_labels)
+
+
+class PositionsRemadeByTheModel(SampleTrainer):
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        rotary = model.model.rotary_emb
+        model.model.rotary_emb = RotaryFromZero(rotary)
+        return model
+
+
+class RotaryFromZero(torch.nn.Module):
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.rotary(x, position_ids - position_ids[:, :1])
+
+
+class LayerUnwrapped(SampleTrainer):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        attention = self.model.model.layers[1].self_attn
+        attention._context_parallel.intercepted = False
+        attention.__dict__.pop("forward")
+
+
+class GradientTimesCp(SampleTrainer):
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for parameter in self.model.parameters():
+            parameter.grad *= self.config.accelerator.cp_size
+
+
+class OwnArithmetic(SampleTrainer):
+    """Computes its loss in its own way, as many loops do."""
+
+    def accumulate(self, window: Any) -> torch.Tensor:
+        logged = torch.zeros(())
+        for batch in window.batches:
+            local = dict(batch)
+            shift_labels = local.pop("shift_labels")
+            loss = self.compute_loss_sum(local, shift_labels) / self.denominator(
+                window, count_valid_tokens(shift_labels)
+            )
+            loss.backward()
+            logged = logged + loss.detach()
+        dist.all_reduce(logged, group=self.meshes.dp_cp_mesh.get_group())
+        return logged
+
+    def denominator(self, window: Any, num_labels: int) -> float:
+        raise NotImplementedError
+
+
+class LossAveragedPerRank(OwnArithmetic):
+    def denominator(self, window: Any, num_labels: int) -> float:
+        return max(sum(window.counts), 1) * self.meshes.dp_cp_mesh.size()
+
+
+class LossAveragedPerMicroBatch(OwnArithmetic):
+    def denominator(self, window: Any, num_labels: int) -> float:
+        counts = [None] * self.meshes.dp_cp_mesh.size()
+        dist.all_gather_object(counts, num_labels, group=self.meshes.dp_cp_mesh.get_group())
+        return sum(counts) * len(window.batches)
+
+
+class TokensCountedOverDpOnly(OwnArithmetic):
+    def next_window(self) -> Any:
+        window = super().next_window()
+        mesh = self.meshes.device_mesh["dp_replicate"]
+        counts = [None] * mesh.size()
+        dist.all_gather_object(counts, sum(window.counts), group=mesh.get_group())
+        return dataclasses.replace(window, valid_tokens=sum(counts))
+
+    def denominator(self, window: Any, num_labels: int) -> float:
+        return window.valid_tokens
+
+
+class LoggedLossIsLocal(SampleTrainer):
+    def accumulate(self, window: Any) -> torch.Tensor:
+        return super().accumulate(window) * self.config.accelerator.cp_size
+
+
+class NormOfOwnShard(SampleTrainer):
+    def clip_gradients(self) -> torch.Tensor:
+        local = [parameter.grad.to_local() for parameter in self.model.parameters()]
+        norm = torch.stack([gradient.norm() for gradient in local]).norm()
+        for gradient in local:
+            gradient.mul_((self.config.training.max_grad_norm / norm).clamp(max=1))
+        return norm
+
+
+class NormBeforeReduction(SampleTrainer):
+    def reduce_gradients(self) -> None:
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        self.norm = torch.stack([gradient.norm() for gradient in grads]).norm()
+        super().reduce_gradients()
+
+    def clip_gradients(self) -> torch.Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad.mul_((self.config.training.max_grad_norm / self.norm).clamp(max=1))
+        return self.norm
+
+
+class ExtraParameterNotSummed(SampleTrainer):
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        model.gain = torch.nn.Parameter(torch.ones(()))
+        return model
+
+    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+        return self.model.gain * super().compute_loss_sum(inputs, shift_labels)
+
+    def reduce_gradients(self) -> None:
+        sum_gradients([p for n, p in self.model.named_parameters() if n != "gain"], self.meshes.dp_cp_mesh)
+
+
+class ParameterAddedLater(SampleTrainer):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.model.late = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.optimizer.add_param_group({"params": [self.model.late]})
+
+    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+        gain = getattr(self.model, "late", 1.0)
+        return gain * super().compute_loss_sum(inputs, shift_labels)
+
+
+class ParameterBesideTheModel(SampleTrainer):
+    """Trains a parameter of its own that no one synchronises."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gain = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.optimizer.add_param_group({"params": [self.gain]})
+
+    def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().compute_loss_sum(inputs, shift_labels)
+
+
+class NoTpAllReduce(SampleTrainer):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gradients._tp_grad_info = {}
+
+
+class GradientsNotSummedOverDp(SampleTrainer):
+    def reduce_gradients(self) -> None:
+        sum_gradients(self.model.parameters(), self.meshes.cp_mesh)
+
+
+class OnlyTheFirstRanksGradient(SampleTrainer):
+    def reduce_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.grad, src=0)
+
+
+class LastMicroBatchOnly(SampleTrainer):
+    def accumulate(self, window: Any) -> torch.Tensor:
+        logged = torch.zeros(())
+        for batch, count in zip(window.batches, window.counts, strict=True):
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            logged = logged + self._backward(batch, count, window.valid_tokens).logged
+        return logged
+
+
+def top_left_attention(q: Any, k: Any, v: Any, *, attention_meta: Any, recall: Any) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attention_meta.scale, enable_gqa=True
+    )
+
+
+def unmasked_attention(q: Any, k: Any, v: Any, *, attention_meta: Any, recall: Any) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=attention_meta.scale, enable_gqa=True)
+
+
+def attention_without_window(q: Any, k: Any, v: Any, *, attention_meta: Any, recall: Any) -> torch.Tensor:
+    return local_attention(q, k, v, attention_meta=dataclasses.replace(attention_meta, window=None), recall=recall)
+
+
+KERNELS = {
+    "causal aligned top-left": top_left_attention,
+    "causal mask dropped": unmasked_attention,
+    "window dropped": attention_without_window,
+}
+MISTRAL = {"model__config": {"model_type": "mistral", **SIZES, "sliding_window": 5}}
+THREE = {"training__global_batch_size": 3, "training__micro_batch_size": 1}
+DP_CP = {"accelerator__dp_replicate_size": 2, "training__micro_batch_size": 1}
+
+
+class Fault(NamedTuple):
+    trainer: type[TextTrainer]
+    # The causes that must be named, in order.
+    causes: list[str]
+    family: str = "llama"
+    changes: Mapping[str, Any] = MappingProxyType({})
+    world_size: int = 2
+
+
+FAULTS = {
+    "label shift on the shard": Fault(LabelsShiftedOnShard, ["labels_shifted_per_rank"]),
+    "label shift inside the loss": Fault(LabelsShiftedInLoss, ["labels_shifted_per_rank"]),
+    "positions from 0": Fault(PositionsFromZero, ["positions_restart"]),
+    "positions from 0, pads": Fault(PositionsFromZero, ["positions_restart"], changes={"data__seq_length": 29}),
+    "positions remade by the model": Fault(PositionsRemadeByTheModel, ["positions_restart"]),
+    "one layer left unwrapped": Fault(LayerUnwrapped, ["attention_local"]),
+    "causal aligned top-left": Fault(SampleTrainer, ["mask_top_left"]),
+    "causal mask dropped": Fault(SampleTrainer, ["mask_dropped"], changes={"data__seq_length": 29}),
+    "window dropped": Fault(SampleTrainer, ["window_dropped"], "mistral", MISTRAL),
+    "gradient times cp_size": Fault(GradientTimesCp, ["gradient_scaled"]),
+    "loss averaged per rank": Fault(LossAveragedPerRank, ["mean_per_rank"]),
+    "loss averaged per micro-batch": Fault(LossAveragedPerMicroBatch, ["mean_per_micro_batch"], changes=THREE),
+    "tokens counted over dp only": Fault(TokensCountedOverDpOnly, ["tokens_over_dp_only"], changes=DP_CP, world_size=4),
+    "logged loss times cp_size": Fault(LoggedLossIsLocal, ["loss_scaled"]),
+    "clip norm per shard": Fault(NormOfOwnShard, ["norm_per_shard"], changes={"fsdp": {}}),
+    "clip norm before the sum": Fault(NormBeforeReduction, ["norm_before_reduction"]),
+    "unsynchronised extra parameter": Fault(ExtraParameterNotSummed, ["gradients_not_synchronised"]),
+    "parameter added later": Fault(ParameterAddedLater, ["one_sided_parameter"]),
+    "parameter beside the model": Fault(ParameterBesideTheModel, ["optimizer_of_other_parameters"]),
+    "missing TP all-reduce of norms": Fault(
+        NoTpAllReduce, ["missing_tp_all_reduce"], "qwen3", {"accelerator": {"tp_size": 2}}
+    ),
+    "gradients not summed over dp": Fault(
+        GradientsNotSummedOverDp, ["gradients_not_synchronised"], changes=DP_CP, world_size=4
+    ),
+    "only the first rank's gradient": Fault(OnlyTheFirstRanksGradient, ["part_of_cp_rank"]),
+    "only the last micro-batch": Fault(LastMicroBatchOnly, ["part_of_micro_batch"], changes=THREE),
+}
+
+
+def verify_fault(name: str) -> dict[str, Any]:
+    fault = FAULTS[name]
+    kernel = KERNELS.get(name, cp_core._strategy.local_attention)
+    with mock.patch.object(cp_core._strategy, "local_attention", kernel):
+        return verified(fault.trainer, make_config(fault.family, **fault.changes)).as_json()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(worlds: Any, name: str) -> None:
+    for report in worlds(FAULTS[name].world_size).run(verify_fault, name):
+        assert not report["passed"]
+        print(*[f"{cause['kind']}: {cause['sentence']} [{cause['evidence']}]" for cause in report["causes"]], sep="\n")
+        print(report["first_layer"], report["first_parameter"], report["first_token"])
+        assert [cause["kind"] for cause in report["causes"]] == FAULTS[name].causes
