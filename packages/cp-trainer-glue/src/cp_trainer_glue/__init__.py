@@ -6,7 +6,7 @@ Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_str
 `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
 `_text`, `_data`, `_samples`, `_loss`, `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`,
 `_compilation`, `_sharded_parameters`, `_gradient_domain`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`,
-`_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_worker`, `_launcher`, `cli`.
+`_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_verify`, `_worker`, `_launcher`, `cli`.
 """
 
 from importlib.metadata import version
@@ -23,12 +23,15 @@ from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
 from ._text_trainer import TextTrainer
 from ._trainer import BaseTrainer, StepResult, Window
+from ._verify import Cause, Check, VerifyOptions, VerifyReport, verify_training
 from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")
 
 __all__ = [
     "BaseTrainer",
+    "Cause",
+    "Check",
     "ConfigError",
     "Correction",
     "EvalResult",
@@ -46,9 +49,12 @@ __all__ = [
     "StepResult",
     "TextTrainer",
     "TrainerConfig",
+    "VerifyOptions",
+    "VerifyReport",
     "Window",
     "apply_sharding_plan",
     "inspect_config",
     "load_config",
     "plan_report",
+    "verify_training",
 ]

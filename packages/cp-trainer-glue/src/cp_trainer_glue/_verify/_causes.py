@@ -1,0 +1,71 @@
+"""From checks that failed to what probably is wrong; nothing is said that the numbers do not bear out."""
+
+from collections.abc import Iterator
+
+from ._case import Case
+from ._cause import Cause
+from ._forward_causes import forward_causes, where
+from ._gradient_causes import (
+    given_labels_explain,
+    gradient_causes,
+    loss_causes,
+    norm_causes,
+    update_causes,
+)
+
+
+def likely_causes(case: Case) -> tuple[Cause, ...]:
+    """Return the likely causes of a step in which checks failed, each kind once.
+
+    What is computed later is looked at only where all before it agrees: a wrong layer makes every gradient wrong.
+    """
+    found: dict[str, Cause] = {}
+    for cause in _causes(case):
+        found.setdefault(cause.kind, cause)
+    return tuple(found.values())
+
+
+def _causes(case: Case) -> Iterator[Cause]:
+    inputs = case.failed("inputs")
+    if inputs:
+        yield Cause(
+            kind="other_tokens",
+            sentence="the ranks together do not hold the tokens of the global batch.",
+            evidence=f"{inputs[0].name}: {inputs[0].detail}; first {where(case, inputs[0])}.",
+        )
+        return
+    if case.failed("layer", "logits"):
+        yield from forward_causes(case)
+        return
+    explained = False
+    if case.failed("labels"):
+        rest = given_labels_explain(case)
+        explained = rest is not None
+        yield _labels_cause(case, rest)
+    if not explained:
+        yield from gradient_causes(case)
+    yield from loss_causes(case)
+    if not case.failed("gradient"):
+        yield from norm_causes(case)
+    yield from update_causes(case)
+
+
+def _labels_cause(case: Case, rest: float | None) -> Cause:
+    check = case.failed("labels")[0]
+    wrong = {
+        position
+        for batch in case.gathered.batches
+        for position in (case.labels_as_given(batch) != batch.shift_labels).any(dim=0).nonzero().flatten().tolist()
+    }
+    ends = {position for batch in case.gathered.batches for position in case.shard_ends(batch)}
+    evidence = f"the labels of positions {', '.join(map(str, sorted(wrong)[:4]))} differ"
+    evidence += f", {len(wrong)} in all" if len(wrong) > 4 else ""
+    if rest is not None:
+        evidence += f"; with them one device's gradients equal the declared run's to {rest:.1e}"
+    if wrong <= ends:
+        sentence = "labels are shifted on each rank's shard, so the last token of every shard has no right target."
+        return Cause(
+            kind="labels_shifted_per_rank", sentence=sentence, evidence=f"{evidence}; all of them end a shard."
+        )
+    sentence = f"the loss is given other labels than those of the global sequence, first at {where(case, check)}."
+    return Cause(kind="other_labels", sentence=sentence, evidence=f"{evidence}.")
