@@ -1,12 +1,12 @@
 """Training under context parallelism from a config: declared, checked, planned, applied, run.
 
-Modules, lowest first: `_yaml_file`, `_files`, `_config`, `_combinations`, `_structure`, `_mesh`, `_expert_balance`,
-`_sequence_parallel_plan`, `_tensor_parallel_plan`, `_placements`, `_plan`, `_validation`, `_sequence_parallel`,
-`_tensor_parallel`, `_resolver`,
-`_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`,
-`_text`, `_data`, `_samples`, `_loss`, `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`,
-`_compilation`, `_sharded_parameters`, `_gradient_domain`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`,
-`_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_verify`, `_worker`, `_launcher`, `cli`.
+Modules, lowest first: `_yaml_file`, `_files`, `_output`, `_config`, `_combinations`, `_structure`, `_mesh`,
+`_expert_balance`, `_sequence_parallel_plan`, `_tensor_parallel_plan`, `_placements`, `_plan`, `_validation`,
+`_sequence_parallel`, `_tensor_parallel`, `_resolver`, `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`,
+`_topology`, `_plan_report`, `_plan_view`, `_planning`, `_text`, `_data`, `_samples`, `_loss`, `_vocab_parallel_loss`,
+`_optimizer`, `_blocks`, `_recomputation`, `_compilation`, `_sharded_parameters`, `_gradient_domain`, `_undisturbed`,
+`_evaluation`, `_metrics`, `_summary`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_verify`,
+`_verify_view`, `_worker`, `_verifying`, `_launcher`, `cli`.
 """
 
 from importlib.metadata import version

@@ -66,7 +66,7 @@ class MeshContext:
         dp_replicate_rank, dp_shard_rank = (mesh.get_local_rank(axis) for axis in _DATA_AXES)
         return cls(
             device_mesh=mesh,
-            world_mesh=init_device_mesh(platform.device_type, (world_size,), mesh_dim_names=("world",)),
+            world_mesh=world_mesh(device),
             cp_mesh=mesh["cp"],
             dp_cp_mesh=mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
             tp_mesh=mesh["tp"],
@@ -76,6 +76,11 @@ class MeshContext:
             dp_rank=dp_replicate_rank * accelerator.dp_shard_size + dp_shard_rank,
             dp_size=accelerator.dp_size,
         )
+
+
+def world_mesh(device: torch.device) -> DeviceMesh:
+    """Return a mesh of all ranks in one axis."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
 
 
 def _fsdp_mesh(mesh: DeviceMesh, *, num_replicas: int) -> DeviceMesh:

@@ -1,21 +1,16 @@
 """`cp-train plan`: a run explained, on one machine and without ranks."""
 
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
-
-from cp_core import ContextParallelError, InvalidInputError
+from cp_core import ContextParallelError
 
 from ._inspection import Setting, inspect_config, planning_device
+from ._output import STANDARD_OUTPUT, console, write_json
 from ._plan_report import PlanReport, plan_report
 from ._plan_view import show_plan
 
 WRONG_CONFIG = 2
-_WIDTH_WITHOUT_TERMINAL = 160
-_STANDARD_OUTPUT = "-"
 
 
 def plan(
@@ -33,13 +28,11 @@ def plan(
     device = planning_device(device_type)
     inspection = inspect_config(path, overrides, setting=Setting(world_size=num_ranks, device=device))
     report = plan_report(inspection, device)
-    if json_path == _STANDARD_OUTPUT:
-        print(json.dumps(report.as_json()))
-    else:
-        show_plan(report, _console())
-    sys.stdout.flush()
+    if json_path != STANDARD_OUTPUT:
+        show_plan(report, console())
+        sys.stdout.flush()
     status = 0
-    for action in (inspection.raise_faults, lambda: _write_json(report, json_path)):
+    for action in (lambda: _write_json(report, json_path), inspection.raise_faults):
         try:
             action()
         except ContextParallelError as error:
@@ -49,14 +42,5 @@ def plan(
 
 
 def _write_json(report: PlanReport, path: str | None) -> None:
-    if path is None or path == _STANDARD_OUTPUT:
-        return
-    try:
-        Path(path).write_text(json.dumps(report.as_json()) + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"--json: cannot write {path!r}: {error}.") from error
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    if path is not None:
+        write_json(report.as_json(), path)

@@ -1,33 +1,43 @@
-"""One rank of `cp-train run`."""
+"""One rank of a command."""
 
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_collectives import FailureReport, Platform, agree, current_platform, gather_objects
 from cp_core import ContextParallelError, InvalidInputError, PeerError
 
 from ._config import TrainerConfig
 from ._inspection import Setting, inspect_config
+from ._mesh import world_mesh
 from ._text_trainer import TextTrainer
 
 FAILED, INTERRUPTED = 1, 130
 
+# From the config that all ranks agreed on to the exit status.
+RankWork = Callable[[TrainerConfig, Platform, torch.device], int]
 
-def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> int:
-    """Train as one of the ranks that torchrun or `cp-train` started; return the process's exit status.
+
+def train_rank(config: TrainerConfig, platform: Platform, device: torch.device) -> int:
+    """Train as one rank; return the exit status."""
+    return 0 if TextTrainer(config, platform, device).train() else INTERRUPTED
+
+
+def run_rank(path: str, overrides: Sequence[str], device_type: str | None, work: RankWork) -> int:
+    """Be one of the ranks that torchrun or `cp-train` started; return the process's exit status.
 
     Args:
         path: The config file.
         overrides: `--set` options.
         device_type: `"cpu"`, `"cuda"`, `"npu"`, or None for what this machine has.
+        work: What the ranks do together.
     """
     platform, device = _device_of_rank(device_type)
     _set_up_logging(int(os.environ["RANK"]))
@@ -36,7 +46,7 @@ def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> in
     try:
         with report:
             config = agreed_config(path, overrides, device)
-            finished = TextTrainer(config, platform, device).train()
+            status = work(config, platform, device)
     except PeerError:
         return FAILED  # the rank that failed first says why
     except (ContextParallelError, OSError) as error:
@@ -50,7 +60,7 @@ def run_rank(path: str, overrides: Sequence[str], device_type: str | None) -> in
             print(f"error on rank {dist.get_rank()}:\n{traceback.format_exc()}", file=sys.stderr)
         return FAILED
     dist.destroy_process_group()
-    return 0 if finished else INTERRUPTED
+    return status
 
 
 def _device_of_rank(device_type: str | None) -> tuple[Platform, torch.device]:
@@ -73,24 +83,23 @@ def _device_of_rank(device_type: str | None) -> tuple[Platform, torch.device]:
 
 def agreed_config(path: str, overrides: Sequence[str], device: torch.device) -> TrainerConfig:
     """Read this rank's config and stop all ranks if one of them found a fault, or reads something else."""
-    world_size = dist.get_world_size()
-    world_mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("world",))
-    setting = Setting(world_size=world_size, origin="the launcher started", device=device)
+    mesh = world_mesh(device)
+    setting = Setting(world_size=mesh.size(), origin="the launcher started", device=device)
     inspection = inspect_config(path, overrides, setting=setting)
     fault: ContextParallelError | None = None
     try:
         inspection.raise_faults()
     except ContextParallelError as error:
         fault = error
-    agree(fault, mesh=world_mesh)
+    agree(fault, mesh=mesh)
     if inspection.config is None:
         raise AssertionError(f"{path} has neither a config nor a fault.")
-    _require_equal_configs(inspection.config, world_mesh)
+    _require_equal_configs(inspection.config, mesh)
     return inspection.config
 
 
-def _require_equal_configs(config: TrainerConfig, world_mesh: DeviceMesh) -> None:
-    first, *others = gather_objects(config.model_dump(mode="json"), mesh=world_mesh)
+def _require_equal_configs(config: TrainerConfig, mesh: DeviceMesh) -> None:
+    first, *others = gather_objects(config.model_dump(mode="json"), mesh=mesh)
     for rank, other in enumerate(others, start=1):
         sections = [name for name in first if first[name] != other[name]]
         if sections:

@@ -109,6 +109,25 @@ class LeftPadded(SampleTrainer):
     padding = "left"
 
 
+class TokensWeighted(SampleTrainer):
+    """Weighs each token's loss."""
+
+    def build_data(self) -> Any:
+        return _WithWeights(super().build_data())
+
+
+class _WithWeights:
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.state_dict, self.load_state_dict = samples.state_dict, samples.load_state_dict
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self._samples:
+            generator = torch.Generator().manual_seed(int(batch["input_ids"].sum()))
+            weights = torch.rand(batch["input_ids"].shape, generator=generator, dtype=torch.float64)
+            yield {**batch, "loss_weights": weights}
+
+
 def super_tokenizer(trainer: TextTrainer) -> None:
     """Give a trainer a tokenizer that asks for no vocabulary: the tokens are random."""
 
@@ -126,99 +145,46 @@ def verified(trainer_class: type[TextTrainer], config: TrainerConfig, **options:
 # --- right set-ups ------------------------------------------------------------------------------------------------
 
 MOE = {"model__config": {"model_type": "qwen3_moe", **SIZES, **EXPERTS}}
-RIGHT: dict[str, tuple[int, str, type[TextTrainer], dict[str, Any]]] = {
-    "llama": (2, "llama", SampleTrainer, {}),
-    "qwen3_moe": (2, "qwen3_moe", SampleTrainer, MOE),
-    "qwen3, S not divisible": (2, "qwen3", SampleTrainer, {"data__seq_length": 29}),
-    "mistral, window": (
-        2,
-        "mistral",
-        SampleTrainer,
-        {"model__config": {"model_type": "mistral", **SIZES, "sliding_window": 5}},
+DP_CP = {"accelerator__dp_replicate_size": 2, "training__micro_batch_size": 1}
+THREE = {"training__global_batch_size": 3, "training__micro_batch_size": 1}
+REGATHERED = {"_target_": "sdpa_hf", "backward_kv": "regathered"}
+
+
+class Right(NamedTuple):
+    trainer: type[TextTrainer] = SampleTrainer
+    family: str = "llama"
+    changes: Mapping[str, Any] = MappingProxyType({})
+    world_size: int = 2
+
+
+# Beside the files of test_verified_files.py: what only another stream of batches has, and more.
+RIGHT = {
+    "labels at uneven places": Right(),
+    "S not divisible": Right(family="qwen3", changes={"data__seq_length": 29}),
+    "window of three, one sample each": Right(changes=THREE),
+    "regathered": Right(family="qwen3", changes={"plan_overrides": [{**WRAPPED, "inner_wrapper": REGATHERED}]}),
+    "pads after": Right(RightPadded),
+    "pads before": Right(LeftPadded),
+    "token weights": Right(TokensWeighted),
+    "token weights and class weights, dp 2 x cp 2": Right(
+        TokensWeighted, changes={**DP_CP, "loss": {"class_weights": {3: 5.0}}}, world_size=4
     ),
-    "tied embeddings": (
-        2,
-        "llama",
-        SampleTrainer,
-        {"model__config": {"model_type": "llama", **SIZES, "tie_word_embeddings": True}},
+    "data parallel only": Right(
+        changes={"accelerator": {"dp_replicate_size": 2}, "training__micro_batch_size": 1},
     ),
-    "window of three, one sample each": (
-        2,
-        "llama",
-        SampleTrainer,
-        {"training__global_batch_size": 3, "training__micro_batch_size": 1},
-    ),
-    "recomputed blocks": (2, "llama", SampleTrainer, {"training__activation_checkpoint": "full"}),
-    "recomputed attention": (2, "qwen3", SampleTrainer, {"training__activation_checkpoint": "attention"}),
-    "compiled": (2, "llama", SampleTrainer, {"training__compile": "layers", "training__compile_backend": "eager"}),
-    "regathered": (
-        2,
-        "qwen3",
-        SampleTrainer,
-        {"plan_overrides": [{**WRAPPED, "inner_wrapper": {"_target_": "sdpa_hf", "backward_kv": "regathered"}}]},
-    ),
-    "pads after": (2, "llama", RightPadded, {}),
-    "pads before": (2, "llama", LeftPadded, {}),
-    "fsdp": (2, "llama", SampleTrainer, {"fsdp": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}),
-    "data parallel only": (
-        2,
-        "llama",
-        SampleTrainer,
-        {"accelerator": {"dp_replicate_size": 2}, "training__micro_batch_size": 1},
-    ),
-    "gpt_oss, windows and sinks": (
-        2,
-        "gpt_oss",
-        SampleTrainer,
-        {
-            "model__config": {
-                "model_type": "gpt_oss",
-                **SIZES,
-                "sliding_window": 6,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            "model__attn_implementation": "eager",
-        },
-    ),
-    "tensor parallel only": (2, "qwen3", SampleTrainer, {"accelerator": {"tp_size": 2}}),
-    "cp 4": (4, "qwen3", SampleTrainer, {"accelerator__cp_size": 4}),
-    "dp 2 x cp 2, window of three": (
-        4,
-        "llama",
-        SampleTrainer,
-        {"accelerator__dp_replicate_size": 2, "training__global_batch_size": 6, "training__micro_batch_size": 1},
-    ),
-    "dp 2 x cp 2, fsdp": (
-        4,
-        "qwen3_moe",
-        SampleTrainer,
-        {**MOE, "accelerator__dp_shard_size": 2, "training__micro_batch_size": 1},
-    ),
-    "cp 2 x tp 2": (4, "qwen3", SampleTrainer, {"accelerator__tp_size": 2}),
-    "cp 2 x tp 2, sequence and loss parallel": (
-        4,
-        "llama",
-        SampleTrainer,
-        {
-            "accelerator__tp_size": 2,
-            "accelerator__sequence_parallel": True,
-            "accelerator__loss_parallel": True,
-            "training__micro_batch_size": 1,
-        },
-    ),
+    "dp 2 x cp 2, window of three": Right(changes={**DP_CP, "training__global_batch_size": 6}, world_size=4),
+    "cp 2 x tp 2": Right(family="qwen3", changes={"accelerator__tp_size": 2}, world_size=4),
 }
 
 
 def verify_right(name: str) -> dict[str, Any]:
-    _, family, trainer_class, changes = RIGHT[name]
-    return verified(trainer_class, make_config(family, **changes)).as_json()
+    right = RIGHT[name]
+    return verified(right.trainer, make_config(right.family, **right.changes)).as_json()
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_set_up_is_found_right(worlds: Any, name: str) -> None:
-    for report in worlds(RIGHT[name][0]).run(verify_right, name):
+    for report in worlds(RIGHT[name].world_size).run(verify_right, name):
         assert [check for check in report["checks"] if not check["passed"]] == []
         assert report["passed"]
         assert report["causes"] == []
@@ -373,7 +339,7 @@ class ParameterAddedLater(SampleTrainer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.model.late = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.optimizer.add_param_group({"params": [self.model.late]})
+        self.optimizer.param_groups[0]["params"].append(self.model.late)
 
     def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
         gain = getattr(self.model, "late", 1.0)
@@ -386,7 +352,7 @@ class ParameterBesideTheModel(SampleTrainer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.gain = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.optimizer.add_param_group({"params": [self.gain]})
+        self.optimizer.param_groups[0]["params"].append(self.gain)
 
     def compute_loss_sum(self, inputs: dict[str, Any], shift_labels: torch.Tensor) -> torch.Tensor:
         return self.gain * super().compute_loss_sum(inputs, shift_labels)
@@ -419,6 +385,12 @@ class LastMicroBatchOnly(SampleTrainer):
         return logged
 
 
+class ExpertsBalancedPerRank(SampleTrainer):
+    def compute_auxiliary_loss(self, layout: Any, *, batch_size: int, dp_cp_mesh: Any) -> Any:
+        part = super().compute_auxiliary_loss(layout, batch_size=batch_size, dp_cp_mesh=None)
+        return part if dp_cp_mesh is None else part / dp_cp_mesh.size()
+
+
 def top_left_attention(q: Any, k: Any, v: Any, *, attention_meta: Any, recall: Any) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=attention_meta.scale, enable_gqa=True
@@ -438,9 +410,8 @@ KERNELS = {
     "causal mask dropped": unmasked_attention,
     "window dropped": attention_without_window,
 }
+BALANCED = {"model__config": {**MOE["model__config"], "output_router_logits": True, "router_aux_loss_coef": 0.1}}
 MISTRAL = {"model__config": {"model_type": "mistral", **SIZES, "sliding_window": 5}}
-THREE = {"training__global_batch_size": 3, "training__micro_batch_size": 1}
-DP_CP = {"accelerator__dp_replicate_size": 2, "training__micro_batch_size": 1}
 
 
 class Fault(NamedTuple):
@@ -479,6 +450,7 @@ FAULTS = {
         GradientsNotSummedOverDp, ["gradients_not_synchronised"], changes=DP_CP, world_size=4
     ),
     "only the first rank's gradient": Fault(OnlyTheFirstRanksGradient, ["part_of_cp_rank"]),
+    "experts balanced per rank": Fault(ExpertsBalancedPerRank, [], "qwen3_moe", BALANCED),
     "only the last micro-batch": Fault(LastMicroBatchOnly, ["part_of_micro_batch"], changes=THREE),
 }
 

@@ -7,7 +7,7 @@ Modules, lowest first: `_cause`, `_check`, `_batches`, `_report`, `_options`, `_
 from ._cause import Cause
 from ._check import Check
 from ._options import VerifyOptions
-from ._report import VerifyReport
+from ._report import VerifyReport, largest_error
 from ._verification import verify_training
 
-__all__ = ["Cause", "Check", "VerifyOptions", "VerifyReport", "verify_training"]
+__all__ = ["Cause", "Check", "VerifyOptions", "VerifyReport", "largest_error", "verify_training"]

@@ -10,6 +10,7 @@ from ._gradient_causes import (
     gradient_causes,
     loss_causes,
     norm_causes,
+    optimizer_causes,
     update_causes,
 )
 
@@ -37,6 +38,9 @@ def _causes(case: Case) -> Iterator[Cause]:
     if case.failed("layer", "logits"):
         yield from forward_causes(case)
         return
+    yield from optimizer_causes(case)
+    if any(scalars.foreign for scalars in case.gathered.scalars):
+        return  # trained beside the model, which one device knows nothing of
     explained = False
     if case.failed("labels"):
         rest = given_labels_explain(case)

@@ -23,8 +23,12 @@ class Tolerances:
 
     @property
     def match(self) -> float:
-        """How near an explanation must come to the numbers that it explains."""
-        return max(10 * self.gradient, 1e-8)
+        """How near an explanation must come to the numbers that it explains.
+
+        Norms that compute in fp32 round the gradient of a part otherwise than that of the whole, also where all else is
+        float64.
+        """
+        return max(10 * self.gradient, 1e-6)
 
 
 _TABLE: Mapping[torch.dtype, Tolerances] = {

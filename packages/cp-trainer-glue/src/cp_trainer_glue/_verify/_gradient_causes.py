@@ -97,15 +97,27 @@ def _weighted(case: Case, failed: Sequence[str]) -> Cause | None:
     parts = parts_of(case.gathered, case.reference, probes, labels_of=case.labels_as_given)
     found = {name: value for name in probes if (value := case.declared.gradients.values[name]) is not None}
     for weighting in weightings(parts, case.sizes):
-        rest = _misfit(found, {name: gradient_of(parts, weighting.weights, name) for name in found})
-        if rest <= case.tolerances.match:
-            subject = _subject(case, failed)
-            return Cause(
-                kind=weighting.kind,
-                sentence=f"{subject} {weighting.sentence}.",
-                evidence=f"put together like that from one device's parts, {_some(list(found))} equal to {rest:.1e}.",
-            )
+        for names in _compared_together(weighting, found):
+            own = {name: found[name] for name in names}
+            rest = _misfit(own, {name: gradient_of(parts, weighting.weights, name) for name in names})
+            if rest <= case.tolerances.match:
+                return Cause(
+                    kind=weighting.kind,
+                    sentence=f"{_subject(case, failed)} {weighting.sentence}.",
+                    evidence=f"put together like that from one device's parts, {_some(names)} equal to {rest:.1e}.",
+                )
     return _lost_ends(case, found, probes)
+
+
+def _compared_together(weighting: Weighting, found: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Yield the parameters that must fit: all, and where parts are lacking each by itself.
+
+    What a rank's tokens add is what its labels add only behind the last attention: before it, the labels of other
+    ranks reach its keys and values.
+    """
+    yield list(found)
+    if weighting.lacks_parts:
+        yield from ([name] for name in found)
 
 
 def _subject(case: Case, failed: Sequence[str]) -> str:
@@ -115,14 +127,18 @@ def _subject(case: Case, failed: Sequence[str]) -> str:
 
 
 def _probes(case: Case, failed: Sequence[str]) -> list[str]:
-    """Return some of the parameters, of a size that can be kept once per part."""
+    """Return some of the parameters, the small ones and the last, of a size that can be kept once per part."""
+    sizes = {name: case.expected.parameters[name].numel() for name in failed}
+    small = sorted(failed, key=lambda name: (sizes[name], name))
+    in_turn = [name for pair in zip(small, reversed(failed), strict=True) for name in pair]
     chosen: list[str] = []
     entries = 0
-    for name in sorted(failed, key=lambda name: (case.expected.parameters[name].numel(), name)):
-        entries += case.expected.parameters[name].numel()
-        if len(chosen) == _MAX_PROBES or (chosen and entries > _MAX_ENTRIES):
+    for name in dict.fromkeys(in_turn):
+        if len(chosen) == _MAX_PROBES:
             break
-        chosen.append(name)
+        if not chosen or entries + sizes[name] <= _MAX_ENTRIES:
+            chosen.append(name)
+            entries += sizes[name]
     return chosen
 
 
@@ -312,14 +328,18 @@ def _norm_cause(case: Case) -> Cause:
     )
 
 
-def update_causes(case: Case) -> Iterator[Cause]:
-    """Yield why parameters disagree where clipped gradients agree, and what the optimizer lacks."""
+def optimizer_causes(case: Case) -> Iterator[Cause]:
+    """Yield what the optimizer lacks, and what it has that is not the model's."""
     for check in case.failed("optimizer"):
         yield Cause(
             kind="not_in_optimizer" if "not in" in check.detail else "optimizer_of_other_parameters",
             sentence=f"{check.detail}.",
             evidence="found by comparing the optimizer's parameters with the model's.",
         )
+
+
+def update_causes(case: Case) -> Iterator[Cause]:
+    """Yield why parameters disagree where clipped gradients agree."""
     wrong = case.failed("parameter")
     if wrong and not case.failed("clipped_gradient", "gradient"):
         yield Cause(

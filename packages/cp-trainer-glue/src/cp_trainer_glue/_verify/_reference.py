@@ -109,7 +109,7 @@ class Reference:
                     part = self.loss_of(batch) / denominator + self._auxiliary_loss(batch, rows)
                     if part.requires_grad:
                         part.backward(inputs=trainable)  # not into parameters that the user's trainer may hold itself
-                    loss += float(part)
+                    loss += float(part.detach())
                     outputs |= rows.split(batch, self._compared(capture.outputs))
         gradients = _gradients_of(named)
         norm = torch.nn.utils.clip_grad_norm_([p for p in trainable if p.grad is not None], self._max_norm)
@@ -194,10 +194,11 @@ class Reference:
         """
         named = {name: self.model.get_parameter(name) for name in names}
         loss = self.loss_of(batch, shift_labels=shift_labels)
+        loss_sum = float(loss.detach())
         if not loss.requires_grad or not named:
-            return PartialLoss(float(loss), {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in named.items()})
+            return PartialLoss(loss_sum, {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in named.items()})
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
-        return PartialLoss(float(loss), {name: g.cpu() for name, g in zip(named, found, strict=True)})
+        return PartialLoss(loss_sum, {name: g.cpu() for name, g in zip(named, found, strict=True)})
 
 
 def _micro_steps(batches: Sequence[GlobalBatch]) -> list[MicroStepRows]:

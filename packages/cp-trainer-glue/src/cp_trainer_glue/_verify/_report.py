@@ -3,10 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._cause import Cause
 from ._check import Check
+
+
+class Firsts(NamedTuple):
+    """What disagrees first; None where nothing does."""
+
+    layer: str | None
+    # In words: position, row, data-parallel rank and micro-batch, context-parallel rank.
+    token: str | None
+    parameter: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,16 +57,27 @@ class VerifyReport:
         """Return all checks of a kind."""
         return tuple(check for check in self.checks if check.kind == kind)
 
+    @property
+    def firsts(self) -> Firsts:
+        """The first layer, token and parameter that disagree."""
+        layer = self.first("layer", "logits")
+        parameter = self.first("gradient", "clipped_gradient", "parameter")
+        return Firsts(
+            layer=None if layer is None else layer.name,
+            token=self.first_token or None,
+            parameter=None if parameter is None else parameter.name,
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return it as plain content."""
-        layer, parameter = self.first("layer", "logits"), self.first("gradient", "clipped_gradient", "parameter")
+        firsts = self.firsts
         return {
             "passed": self.passed,
             "checks": [check.as_json() for check in self.checks],
             "causes": [cause.as_json() for cause in self.causes],
-            "first_layer": None if layer is None else layer.name,
-            "first_parameter": None if parameter is None else parameter.name,
-            "first_token": self.first_token or None,
+            "first_layer": firsts.layer,
+            "first_parameter": firsts.parameter,
+            "first_token": firsts.token,
             "changed": list(self.changes),
             "model": self.model,
             "ranks": self.ranks,

@@ -1,17 +1,19 @@
 """The proof: a declared run beside the same run on one device, step by step."""
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_collectives import Platform, gather_objects
 from cp_core import InvalidInputError
 
 from .._config import TrainerConfig
+from .._mesh import world_mesh
 from .._trainer import BaseTrainer
 from ._case import Case
 from ._cause import Cause
@@ -26,6 +28,7 @@ from ._reference import Reference
 from ._report import VerifyReport
 
 _PROBES = 8
+_logger = logging.getLogger("cp_trainer_glue")
 
 
 def verify_training(
@@ -55,7 +58,7 @@ def verify_training(
         ContextParallelError: As the run itself would.
     """
     options = options or VerifyOptions()
-    world = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
+    world = world_mesh(device)
     with _shared_folder(world) as folder:
         verified = verified_config(config, options, output_dir=folder)
         run = DeclaredRun(trainer_class, verified.config, platform, device, options=options)
@@ -63,6 +66,7 @@ def verify_training(
         steps = 0
         for number in range(1, options.steps + 1):
             steps = number
+            _logger.info("verify: step %d of %d, as declared and on one device", number, options.steps)
             if not verification.step(number):
                 break
         report = verification.report(changes=(*verified.changes, *run.changes), steps=steps)

@@ -37,6 +37,8 @@ class Weighting(NamedTuple):
     sentence: str
     # Of each part; 1 / all labels would be right.
     weights: tuple[float, ...]
+    # Whether some parts are not added at all.
+    lacks_parts: bool = False
 
 
 class Sizes(NamedTuple):
@@ -173,12 +175,12 @@ def _shares(parts: Sequence[Part], sizes: Sizes, total: float) -> Iterator[Weigh
     ]
     for kind, sentence, size, axis in kinds:
         for index in range(size if size > 1 else 0):
-            yield Weighting(kind, sentence.format(index), tuple((axis(p) == index) / total for p in parts))
+            yield Weighting(kind, sentence.format(index), tuple((axis(p) == index) / total for p in parts), True)
     if sizes.cp > 1 and sizes.dp > 1:
         for first in {(p.dp, p.cp): p for p in parts}.values():
             held = tuple(((p.dp, p.cp) == (first.dp, first.cp)) / total for p in parts)
             sentence = f"only the part of data-parallel rank {first.dp}, context-parallel rank {first.cp}"
-            yield Weighting("part_of_rank", f"{sentence}: the others' is not added", held)
+            yield Weighting("part_of_rank", f"{sentence}: the others' is not added", held, True)
 
 
 def gradient_of(parts: Sequence[Part], weights: Sequence[float], name: str) -> torch.Tensor:
