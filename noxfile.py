@@ -2,6 +2,7 @@
 
     nox -s train -- CONFIG.yaml     trains (default: examples/qwen3moe_tiny/sync_colossal.yaml)
     nox -s plan -- CONFIG.yaml      explains what a config would run, and what is wrong with it
+    nox -s verify -- CONFIG.yaml    proves a config's numbers beside those of one device
     nox -s tests -- -k NAME         the whole suite in one environment
     nox -s "component(cp-core)"     one package's tests with nothing installed that it does not ask for
     nox -s "consumer(cp-core)"      one package's wheel alone: import, unit tests, what must be absent is absent
@@ -204,3 +205,11 @@ def plan(session: nox.Session) -> None:
     prepare(session)
     session.install(*editable(*STACKS), silent=True)
     session.run("cp-train", "plan", *(session.posargs or [EXAMPLE]))
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Prove a config's numbers beside those of one device: `nox -s verify -- CONFIG.yaml [options of cp-train verify]`."""
+    prepare(session)
+    session.install(*editable(*STACKS), silent=True)
+    session.run("cp-train", "verify", *(session.posargs or [EXAMPLE]))

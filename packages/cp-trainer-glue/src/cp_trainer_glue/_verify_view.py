@@ -39,7 +39,8 @@ def show_verification(report: VerifyReport, console: Console) -> None:
     )
     if report.changes:
         console.print("[bold]changed so that it can be compared")
-        console.print(Padding(escape("\n".join(report.changes)), (0, 0, 0, 2), expand=False))
+        for line in report.changes:
+            console.print(f"  {escape(line)}", soft_wrap=True)
     console.print("[bold]compared")
     console.print(Padding(_comparisons(report), (0, 0, 1, 2), expand=False))
     for line in _verdict(report):

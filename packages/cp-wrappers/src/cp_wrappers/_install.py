@@ -283,6 +283,12 @@ def _replacement(plan: BoundaryPlan, boundary: AttentionBoundary, meshes: Meshes
                 f"{plan.fqn}: wrapper {name!r} returned None and left forward as it was; return a replacement, or set "
                 "target_module.forward."
             )
+    if made is plan.module or (made == before and channel == "inner_wrapper"):
+        found = "the module itself" if made is plan.module else "target_module.forward as it was"
+        raise InvalidInputError(
+            f"{plan.fqn}: {channel} {name!r} returned {found}; return a replacement for its forward, which may call "
+            "the forward that target_module had before."
+        )
     if not callable(made):
         raise InvalidInputError(
             f"{plan.fqn}: {channel} {name!r} must return a replacement for forward, but returned {type(made).__name__}."

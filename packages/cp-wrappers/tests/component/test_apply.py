@@ -280,13 +280,32 @@ def test_a_users_wrapper_computes_with_the_models_earlier_attention(worlds: Any)
         assert all(found.values()), found
 
 
-def wrap_idly() -> None:
-    apply_context_parallel(llama(), cp_mesh(), {"*.self_attn": idle_wrapper})
+@inner_wrapper
+def wrapper_of_itself(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    return target_module
 
 
-def test_a_wrapper_that_does_nothing_is_an_error(worlds: Any) -> None:
-    with pytest.raises(RankFailed, match="returned None and left forward as it was"):
-        worlds(2).run(wrap_idly)
+@inner_wrapper
+def wrapper_of_the_same(target_module: Any, mesh: Any, tp_mesh: Any, cp_mesh: Any, ep_mesh: Any) -> Any:
+    return target_module.forward
+
+
+def wrap_idly(wrapper: Any) -> None:
+    apply_context_parallel(llama(), cp_mesh(), {"*.self_attn": wrapper})
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "sentence"),
+    [
+        (idle_wrapper, "returned None and left forward as it was"),
+        (wrapper_of_itself, "returned the module itself; return a replacement"),
+        (wrapper_of_the_same, "returned target_module.forward as it was; return a replacement"),
+    ],
+    ids=["nothing", "the module", "its forward"],
+)
+def test_a_wrapper_that_does_nothing_is_an_error(worlds: Any, wrapper: Any, sentence: str) -> None:
+    with pytest.raises(RankFailed, match=sentence):
+        worlds(2).run(wrap_idly, wrapper)
 
 
 @inner_wrapper

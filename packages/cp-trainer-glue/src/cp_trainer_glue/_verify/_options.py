@@ -170,7 +170,8 @@ def _without_dropout(model: torch.nn.Module) -> list[str]:
 def _widened(model: torch.nn.Module, options: VerifyOptions) -> list[str]:
     lines = []
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if options.dtype == "float64" and experts == "eager":
+    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+    if options.dtype == "float64" and experts == "eager" and has_experts:
         lines.append("experts_implementation: eager, which float64 needs")
     narrow = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float64})
     if options.dtype == "float64" and narrow:
