@@ -209,7 +209,7 @@ def plan(session: nox.Session) -> None:
 
 @nox.session
 def verify(session: nox.Session) -> None:
-    """Prove a config's numbers beside those of one device: `nox -s verify -- CONFIG.yaml [options of cp-train verify]`."""
+    """Prove a config's numbers beside one device: `nox -s verify -- CONFIG.yaml [options of cp-train verify]`."""
     prepare(session)
     session.install(*editable(*STACKS), silent=True)
     session.run("cp-train", "verify", *(session.posargs or [EXAMPLE]))

@@ -36,6 +36,12 @@ def combination_faults(sections: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _recomputation_faults(training)
     if training is not None and accelerator is not None:
         yield from _batch_faults(training, accelerator)
+        if training.compile != "none" and accelerator.tp_size > 1:
+            yield (
+                f"training.compile: {training.compile} is not supported with tp_size {accelerator.tp_size}: torch 2.13 "
+                "recurses without end over DTensors when a second sequence length comes; set compile to none.",
+                _setting("training.compile", "none"),
+            )
     loss: LossConfig | None = sections.get("loss")
     if loss is not None and accelerator is not None:
         yield from _loss_faults(loss, accelerator)

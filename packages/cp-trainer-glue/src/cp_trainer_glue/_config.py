@@ -154,6 +154,11 @@ class AcceleratorConfig(Section):
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
+    def sequence_shards(self) -> int:
+        """Shards of tokens into which tensor-parallel ranks cut a shard of context parallelism once more."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.pp_size * self.dp_size * self.cp_size * self.tp_size

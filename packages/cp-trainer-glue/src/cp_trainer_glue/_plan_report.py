@@ -13,6 +13,7 @@ from cp_wrappers import find_attention_boundaries, judge_methods
 from ._combinations import MAX_WORLD_SIZE
 from ._config import AcceleratorConfig, DataConfig, TrainingConfig
 from ._inspection import Correction, Inspection
+from ._parameter_bytes import parameter_bytes
 from ._topology import axis_groups, axis_sizes
 
 _UNKNOWN_HEADS = "whose heads are not known before the first forward; declare them as data of the wrapper"
@@ -101,7 +102,7 @@ class PlanReport:
     groups: Mapping[str, list[list[int]]] | None = None
     model: str | None = None
     num_parameters: int | None = None
-    # Bytes of the parameters that each rank holds.
+    # Bytes of the parameters on the rank that holds most, between steps.
     parameter_bytes: int | None = None
     sequence: SequencePlan | None = None
     attentions: tuple[AttentionRow, ...] = ()
@@ -155,20 +156,27 @@ def _explained_model(inspection: Inspection, accelerator: AcceleratorConfig, dev
     known: dict[str, Any] = {
         "model": type(model).__name__,
         "num_parameters": sum(p.numel() for p in parameters),
-        "parameter_bytes": sum(p.numel() * p.itemsize for p in parameters),
+        "parameter_bytes": parameter_bytes(
+            model, check.tensor_parallel, num_shards=_parameter_shards(inspection.sections, accelerator)
+        ),
         "attentions": tuple(_attention_rows(inspection)),
     }
     sequence = _sequence_plan(inspection.sections, accelerator, strategies)
     if sequence is not None:
-        costs = _Costs(sequence, cp_size)
+        costs = _Costs(sequence, accelerator)
         declared = {plan.fqn: (plan.strategy, plan.shape) for plan in check.boundaries}
         num_attentions = len(known["attentions"])
         known |= {
             "sequence": sequence,
             "declared": _declared_row(declared, num_attentions, costs) if cp_size > 1 else None,
-            "methods": tuple(_method_rows(model, cp_size, device, costs)) if cp_size > 1 else (),
+            "methods": tuple(_method_rows(inspection, cp_size, device, costs)) if cp_size > 1 else (),
         }
     return known
+
+
+def _parameter_shards(sections: Mapping[str, Any], accelerator: AcceleratorConfig) -> int:
+    sharded = sections.get("fsdp") is not None or accelerator.dp_shard_size > 1
+    return accelerator.dp_shard_size * accelerator.cp_size if sharded else 1
 
 
 def _sequence_plan(
@@ -178,7 +186,7 @@ def _sequence_plan(
     training: TrainingConfig | None = sections.get("training")
     if data is None or training is None:
         return None
-    multiple = sequence_multiple(accelerator.cp_size, strategies)
+    multiple = sequence_multiple(accelerator.cp_size, strategies) * accelerator.sequence_shards
     padded_length = -(-data.seq_length // multiple) * multiple
     return SequencePlan(
         global_length=data.seq_length,
@@ -218,15 +226,17 @@ def _attentions_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 class _Costs:
     """Costs of sets of attentions, by rank; equal shapes are worked out once."""
 
-    def __init__(self, sequence: SequencePlan, cp_size: int) -> None:
-        self._sequence, self._cp_size = sequence, cp_size
+    def __init__(self, sequence: SequencePlan, accelerator: AcceleratorConfig) -> None:
+        self._sequence, self._cp_size = sequence, accelerator.cp_size
+        self._sequence_shards = accelerator.sequence_shards
 
     def of(self, attentions: Sequence[tuple[ContextParallelStrategy, AttentionShape]]) -> tuple[RankCost, ...]:
         """Return what each rank spends on these attentions together."""
         alike: dict[object, list[tuple[ContextParallelStrategy, AttentionShape]]] = {}
         for strategy, shape in attentions:
             alike.setdefault((strategy, *_numbers(shape)), []).append((strategy, shape))
-        multiple = sequence_multiple(self._cp_size, [strategy for strategy, _ in attentions])
+        strategies = [strategy for strategy, _ in attentions]
+        multiple = sequence_multiple(self._cp_size, strategies) * self._sequence_shards
         ranks = []
         for rank in range(self._cp_size):
             layout = self._layout(multiple, rank)
@@ -279,9 +289,11 @@ def _declared_row(
     )
 
 
-def _method_rows(model: torch.nn.Module, cp_size: int, device: torch.device, costs: _Costs) -> Iterator[MethodRow]:
-    attentions = _attentions_of(model)
-    verdicts = judge_methods(attentions, cp_size=cp_size, device=device)
+def _method_rows(inspection: Inspection, cp_size: int, device: torch.device, costs: _Costs) -> Iterator[MethodRow]:
+    attentions = {} if inspection.model is None else _attentions_of(inspection.model)
+    tensor_parallel = None if inspection.check is None else inspection.check.tensor_parallel
+    degrees = None if tensor_parallel is None else tensor_parallel.head_degrees
+    verdicts = judge_methods(attentions, cp_size=cp_size, device=device, tp_degrees=degrees)
     for index, name in enumerate(verdict.wrapper for verdict in next(iter(verdicts.values()), ())):
         by_attention = {fqn: rows[index] for fqn, rows in verdicts.items()}
         refusals: dict[str, str] = {}

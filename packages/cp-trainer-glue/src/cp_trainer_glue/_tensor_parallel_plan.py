@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,6 +92,26 @@ def check_tensor_parallel(
         sharded_output=sharded_output,
     )
     return TensorParallelCheck(plan=plan)
+
+
+class Split(NamedTuple):
+    """How a style splits a parameter."""
+
+    dim: int
+    # Parts that lie one behind the other in it, each of which is split.
+    num_parts: int
+
+
+def split_of(parameter: torch.Tensor, style: str) -> Split | None:
+    """Return how a style splits a parameter; None where each rank has the whole."""
+    rows = max(parameter.ndim - 2, 0)
+    if style in ("colwise", "colwise_gather_output", "packed_colwise"):
+        return Split(rows, 2 if style == "packed_colwise" else 1)
+    if style == "embedding_rowwise":
+        return Split(0, 1)
+    if style in ("rowwise", "rowwise_split_input") and parameter.ndim > 1:
+        return Split(parameter.ndim - 1, 1)
+    return None
 
 
 def _concrete(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
@@ -201,15 +221,15 @@ def _width_faults(model: torch.nn.Module, styles: Mapping[str, str], tp_size: in
     attentions = tuple(f"{fqn}." for fqn in _split_attentions(model, styles))
     whole = tuple(f"{place}." for place in _vocabulary_layers(model))  # a vocabulary may be split unevenly
     for name, parameter in model.named_parameters():
-        split = _split_size(parameter, styles.get(name, ""))
+        split = split_of(parameter, styles.get(name, ""))
         if split is None or name.startswith((*whole, *attentions)):
             continue
-        size, parts = split
-        if size % (parts * tp_size):
+        width = parameter.shape[split.dim] // split.num_parts
+        if width % tp_size:
             yield (
                 name,
-                f"{name} {list(parameter.shape)}: tensor parallelism splits its {size // parts} features, which must "
-                f"be divisible by tp_size ({tp_size}).",
+                f"{name} {list(parameter.shape)}: tensor parallelism splits its {width} features, which must be "
+                f"divisible by tp_size ({tp_size}).",
             )
 
 
@@ -217,17 +237,6 @@ def _split_attentions(model: torch.nn.Module, styles: Mapping[str, str]) -> list
     """Return the attentions of which a rank has some heads; where projections are gathered it has all."""
     split = [place for place, style in styles.items() if style == "colwise"]
     return [fqn for fqn in find_attention_boundaries(model) if any(place.startswith(f"{fqn}.") for place in split)]
-
-
-def _split_size(parameter: torch.Tensor, style: str) -> tuple[int, int] | None:
-    """Return the size of the dim that a style splits, and how many packed parts it has."""
-    if style == "packed_colwise":
-        return parameter.shape[max(parameter.ndim - 2, 0)], 2
-    if style in ("colwise", "colwise_gather_output"):
-        return parameter.shape[max(parameter.ndim - 2, 0)], 1
-    if style in ("rowwise", "rowwise_split_input") and parameter.ndim > 1:
-        return parameter.shape[-1], 1
-    return None
 
 
 def _output_layer(model: torch.nn.Module) -> str | None:

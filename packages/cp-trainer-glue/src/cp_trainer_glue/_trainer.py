@@ -318,8 +318,7 @@ class BaseTrainer:
     def _padding_multiple(self) -> int:
         """With the residual stream sharded along the sequence, tensor-parallel ranks cut each shard once more."""
         axes = self.config.accelerator
-        multiple = sequence_multiple(axes.cp_size, self.applied.strategies)
-        return multiple * axes.tp_size if axes.sequence_parallel else multiple
+        return sequence_multiple(axes.cp_size, self.applied.strategies) * axes.sequence_shards
 
     def _backward(self, window: Window, index: int) -> torch.Tensor:
         batch = window.batches[index]

@@ -59,10 +59,22 @@ BOTH = ModuleShardingSpec(inner_wrapper="sdpa_hf", local_compute_fn="mine.fn", r
         ),
         ({}, {}, r"2 of 2 attentions have no context-parallel method"),
         ({"*.self_attn": GOOD, "*.1.self_attn": GOOD}, {}, r"model\.layers\.1\.self_attn is declared 2 times"),
+        ({"*.self_attn": GOOD}, {"ep_size": 2}, r"ep_size 2: not supported in this version"),
         ({"*.self_attn": GOOD}, {"tp_size": 2}, r"tp_size is 2, but the device mesh has no axis 'tp'"),
+        ({"*.self_attn": GOOD}, {"loss_parallel": True}, r"loss_parallel: shards over tensor-parallel ranks, but tp_s"),
         ({"*.self_attn": GOOD}, {"cp_size": 4}, r"cp_size is 4, but axis 'cp' of the device mesh has 2 ranks"),
     ],
-    ids=["both-channels", "no-region-dispatch", "no-method", "nothing-declared", "twice", "tp", "wrong-size"],
+    ids=[
+        "both-channels",
+        "no-region-dispatch",
+        "no-method",
+        "nothing-declared",
+        "twice",
+        "ep",
+        "tp",
+        "no-tp",
+        "wrong-size",
+    ],
 )
 def test_a_wrong_plan_is_refused(
     worlds: Any, specs: dict[str, ModuleShardingSpec], sizes: dict[str, int], sentence: str

@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cp_collectives.testing import RankFailed
 from cp_core import sequence_multiple, sum_gradients
-from cp_trainer_glue import ModuleShardingSpec, ShardingApplier, ShardingPlanner
+from cp_trainer_glue import ModuleShardingSpec, ShardingApplier, ShardingPlanner, apply_sharding_plan
+from cp_trainer_glue._parameter_bytes import parameter_bytes
 from cp_trainer_glue._tensor_parallel import sum_tp_gradients
+from cp_trainer_glue._tensor_parallel_plan import check_tensor_parallel
 from cp_trainer_glue._vocab_parallel_loss import vocab_parallel_loss_sum
 
 SEQ_LENGTH, VOCAB_SIZE = 15, 67  # no multiple of anything
@@ -48,7 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
 WITH_SEQUENCE_PARALLEL = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-dense_layer")
-CP = ModuleShardingSpec(inner_target="self", inner_wrapper="sdpa_hf", region_dispatch=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +60,12 @@ class Case:
     family: str
     cp: int = 1
     switches: dict[str, bool] = field(default_factory=dict)
-    wrapper: str = "sdpa_hf"
     num_batches: int = 1
     checkpointing: bool = False
 
     @property
     def name(self) -> str:
-        parts = (self.family, f"cp{self.cp}", *self.switches, self.wrapper, f"accumulate{self.num_batches}")
+        parts = (self.family, f"cp{self.cp}", *self.switches, f"accumulate{self.num_batches}")
         return "-".join((*parts, "recompute") if self.checkpointing else parts)
 
 
@@ -100,17 +101,15 @@ def reference(case: Case) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def tp_mesh_of(cp: int) -> DeviceMesh:
+def mesh_of(cp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (cp, dist.get_world_size() // cp), mesh_dim_names=("cp", "tp"))
 
 
-def parallel_gradients(case: Case) -> tuple[float, dict[str, torch.Tensor | None]]:
-    """Return the loss sum of all ranks' tokens, and each parameter's gradient, whole."""
-    mesh, model = tp_mesh_of(case.cp), build_model(case.family)
+def parallel_gradients(case: Case) -> dict[str, torch.Tensor | None]:
+    """Return each parameter's gradient, whole."""
+    mesh, model = mesh_of(case.cp), build_model(case.family)
     tp_size = mesh["tp"].size()
-    specs = (
-        {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper=case.wrapper, region_dispatch=False)}
-    )
+    specs = {} if case.cp == 1 else {"*.self_attn": ModuleShardingSpec(inner_wrapper="sdpa_hf", region_dispatch=False)}
     plan = ShardingPlanner(specs).plan(model, mesh, tp_size=tp_size, cp_size=case.cp, **case.switches)
     applier = ShardingApplier(plan, mesh)
     tp_grad_info = applier.split(model)
@@ -118,7 +117,6 @@ def parallel_gradients(case: Case) -> tuple[float, dict[str, torch.Tensor | None
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     multiple = sequence_multiple(case.cp, applied.strategies) * tp_size
-    total = torch.zeros((), dtype=torch.float64)
     for batch in batches(case.num_batches):
         local = applied.shard_batch(batch, multiple_of=multiple)
         labels = local.pop("shift_labels")
@@ -129,12 +127,10 @@ def parallel_gradients(case: Case) -> tuple[float, dict[str, torch.Tensor | None
             loss = vocab_parallel_loss_sum(logits, labels, tp_mesh=mesh["tp"], vocab_size=VOCAB_SIZE)
         else:
             loss = token_loss_sum(logits, labels)
-        total += loss.detach()
         loss.div(100).backward()
     sum_gradients(model.parameters(), mesh["cp"])
     sum_tp_gradients(model, tp_grad_info, mesh["tp"])
-    dist.all_reduce(total, group=mesh.get_group("cp"))
-    return total.item(), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -143,7 +139,7 @@ def whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def differing(case: Case) -> dict[str, str]:
     """Return the parameters whose gradients differ from those of one process, and how."""
-    _, found = parallel_gradients(case)
+    found = parallel_gradients(case)
     expected = reference(case)
     if list(found) != list(expected):
         return {"names": str(set(found) ^ set(expected))}
@@ -165,9 +161,79 @@ SWITCHES = {"sequence_parallel": True, "loss_parallel": True}
 CASES = [
     *(Case(family=family) for family in FAMILIES),
     *(Case(family=family, switches=SWITCHES) for family in WITH_SEQUENCE_PARALLEL),
+    Case(family="qwen3", switches={"sequence_parallel": True}, num_batches=3),
+    Case(family="qwen3", switches={"loss_parallel": True}, checkpointing=True),
+    *(Case(family=family, cp=2) for family in ("llama", "mistral", "qwen3")),
+    Case(family="qwen3_moe", cp=2, num_batches=3),
+    Case(family="qwen3_moe", cp=2, switches=SWITCHES, num_batches=3, checkpointing=True),
+    Case(family="qwen3", cp=2, switches=SWITCHES),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_gradient_is_that_of_one_process(worlds: Any, case: Case) -> None:
     assert worlds(2 * case.cp).run(differing, case) == [{}] * (2 * case.cp)
+
+
+def split_model(family: str, **switches: bool) -> tuple[Any, dict[str, Any]]:
+    model, mesh = build_model(family), mesh_of(cp=1)
+    plan = ShardingPlanner({}).plan(model, mesh, tp_size=mesh["tp"].size(), **switches)
+    return apply_sharding_plan(model, plan, mesh)
+
+
+def partial_parameters(**switches: bool) -> tuple[list[str], bool]:
+    _, tp_grad_info = split_model("qwen3_moe", **switches)
+    return list(tp_grad_info), all(dist.get_world_size(group) == 2 for group in tp_grad_info.values())
+
+
+def test_the_parameters_whose_gradient_is_a_part_are_told_with_their_group(worlds: Any) -> None:
+    names = [f"model.layers.{layer}.self_attn.{norm}.weight" for layer in (0, 1) for norm in ("q_norm", "k_norm")]
+    assert worlds(2).run(partial_parameters) == [(names, True)] * 2
+    kinds = ("input_layernorm", "post_attention_layernorm")
+    norms = [f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds]
+    found, _ = worlds(2).run(partial_parameters, sequence_parallel=True)[0]
+    assert sorted(found) == sorted([*names, *norms, "model.norm.weight"])
+
+
+def memory_and_ties() -> dict[str, Any]:
+    model, _ = split_model("llama-tied")
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    planned = check_tensor_parallel(build_model("llama-tied"), tp_size=2).plan
+    held = sum(local.untyped_storage().nbytes() for local in locals_)
+    return {
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "held": held,
+        "planned": parameter_bytes(build_model("llama-tied"), planned, num_shards=1),
+    }
+
+
+def test_a_rank_keeps_its_shards_alone_and_tied_parameters_stay_tied(worlds: Any) -> None:
+    first, second = worlds(2).run(memory_and_ties)
+    assert first["tied"] and second["tied"]
+    assert second["held"] < first["held"] == first["planned"]  # an odd vocabulary: the first rank has one row more
+
+
+def logits_without_gradients(switches: dict[str, bool]) -> float:
+    """Return the largest difference to one process of logits that a forward without gradients gives."""
+    model, _ = split_model("llama", **switches)
+    ids = batches(1)[0]["input_ids"][:, :14]
+    columns = slice(34 * dist.get_rank(), 34 * (dist.get_rank() + 1)) if "loss_parallel" in switches else slice(None)
+    with torch.no_grad():
+        found = model(input_ids=ids, use_cache=False).logits
+        expected = build_model("llama")(input_ids=ids, use_cache=False).logits[..., columns]
+    return float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+
+
+@pytest.mark.parametrize("switches", [{}, SWITCHES], ids=["plain", "switches"])
+def test_a_forward_without_gradients_gives_the_same_logits(worlds: Any, switches: dict[str, bool]) -> None:
+    assert max(worlds(2).run(logits_without_gradients, switches)) < 1e-12
+
+
+def forward_of_uneven_shards() -> None:
+    model, _ = split_model("llama", sequence_parallel=True)
+    model(input_ids=batches(1)[0]["input_ids"], use_cache=False)
+
+
+def test_tokens_that_cannot_be_cut_evenly_are_refused(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match="sequence_parallel cuts the 15 tokens of this rank into 2 equal shards; pad"):
+        worlds(2).run(forward_of_uneven_shards)
