@@ -59,6 +59,8 @@ CASES = {
     "dp2-cp2-hsdp": Case(dp=2, cp=2, changes={"fsdp": {}}),
     "cp2-tp2": Case(cp=2, tp=2),
     "cp2-tp2-loss_parallel": Case(cp=2, tp=2, changes={"accelerator": {"loss_parallel": True}}),
+    "cp2-tp2-sequence_parallel": Case(cp=2, tp=2, changes={"accelerator": {"sequence_parallel": True}}),
+    "cp2-compiled": Case(cp=2, changes={"training": {"compile": "layers", "compile_backend": "aot_eager"}}),
     "cp2-recomputed": Case(cp=2, changes={"training": {"activation_checkpoint": "full"}}),
     "cp2-chunks": Case(cp=2, changes={"loss": {"chunk_tokens": 4}}),
 }

@@ -221,6 +221,27 @@ CASES: dict[str, Case] = {
         {"model.pretrained": "here"}, ("model: needs exactly one of config and pretrained, but has",), False
     ),
     "no data": Case({"data.source": None}, ("data: needs exactly one of source and files, but has none.",), False),
+    "no held-out text": Case(
+        {"evaluation": {"every_iters": 2}},
+        ("evaluation: needs exactly one of source and files and held_out_samples, but has none.",),
+        False,
+    ),
+    "two held-out texts": Case(
+        {"evaluation": {"source": "stdlib", "held_out_samples": 2}},
+        (
+            "evaluation: needs exactly one of source and files and held_out_samples, but has source and held_out_samples.",
+        ),
+        False,
+    ),
+    "held-out text that is not there": Case(
+        {"evaluation": {"files": ["nothing/*.txt"]}},
+        ("evaluation.files: 'nothing/*.txt' matches no file (relative to ",),
+        False,
+    ),
+    "unknown key of an evaluation": Case(
+        {"evaluation": {"source": "stdlib", "every_iter": 2}},
+        ("evaluation.every_iter: unknown key; did you mean 'every_iters'?",),
+    ),
     "infinite rate": Case(
         {"optimizer.lr": float("inf")}, ("optimizer.lr: must be a finite number, but is inf.",), False
     ),
