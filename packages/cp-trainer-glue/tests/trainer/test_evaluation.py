@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cp_collectives import current_platform
 from cp_collectives.testing import RankFailed
-from cp_trainer_glue import EvalResult, Prediction, TextTrainer, TrainerConfig
+from cp_trainer_glue import EvalResult, HyperAutoModel, Prediction, TextTrainer, TrainerConfig
 
 VOCAB_SIZE, SEQ_LENGTH, NUM_SAMPLES = 97, 30, 7
 # The labels of each sample: from where on, and how many.
@@ -295,6 +295,40 @@ def parameters_after_an_evaluation(case: Case) -> list[bool]:
 def test_parameters_are_shards_again_after_an_evaluation(worlds: Any) -> None:
     for found in worlds(2).run(parameters_after_an_evaluation, CASES["cp2-fsdp"]):
         assert all(found)
+
+
+class ExpertTrainer(SampleTrainer):
+    """Its model has a loss that balances experts."""
+
+    def build_model(self) -> torch.nn.Module:
+        model: torch.nn.Module = HyperAutoModel.build(self.config.model)
+        return model
+
+
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+def steps_of_experts(looks: bool) -> tuple[list[float], list[EvalResult]]:
+    changes = {"model": {"config": {**FIELDS, **EXPERTS, "router_aux_loss_coef": 1.0}}}
+    platform = current_platform("cpu")
+    trainer = ExpertTrainer(config_of(Case(cp=dist.get_world_size(), changes=changes)), platform, platform.device(0))
+    losses, found = [], []
+    for _ in range(2):
+        losses.append(float(trainer.train_step().loss))
+        if looks:
+            found.append(trainer.evaluate())
+            trainer.predict([{"input_ids": samples()[0]["input_ids"].unsqueeze(0)}])
+            assert trainer.expert_balance is not None
+            assert trainer.expert_balance._recorded is None
+    return losses, found
+
+
+def test_an_evaluation_leaves_the_balance_of_experts_alone(worlds: Any) -> None:
+    alone = worlds(1).run(steps_of_experts, True)[0][1]
+    expected = worlds(2).run(steps_of_experts, False)
+    for (losses, found), (undisturbed, _) in zip(worlds(2).run(steps_of_experts, True), expected, strict=True):
+        assert losses == undisturbed
+        assert [one.loss for one in found] == pytest.approx([one.loss for one in alone], rel=1e-9)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
