@@ -1,12 +1,12 @@
 """Training under context parallelism from a config: declared, checked, planned, applied, run.
 
-Modules, lowest first: `_yaml_file`, `_files`, `_output`, `_config`, `_combinations`, `_structure`, `_mesh`,
-`_expert_balance`, `_sequence_parallel_plan`, `_tensor_parallel_plan`, `_placements`, `_plan`, `_validation`,
-`_sequence_parallel`, `_tensor_parallel`, `_resolver`, `_planner`, `_applier`, `_tokenizer`, `_model`, `_inspection`,
-`_topology`, `_plan_report`, `_plan_view`, `_planning`, `_text`, `_data`, `_samples`, `_loss`, `_vocab_parallel_loss`,
-`_optimizer`, `_blocks`, `_recomputation`, `_compilation`, `_sharded_parameters`, `_gradient_domain`, `_undisturbed`,
-`_evaluation`, `_metrics`, `_summary`, `_progress`, `_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_verify`,
-`_verify_view`, `_worker`, `_verifying`, `_launcher`, `cli`.
+Modules, lowest first: `_yaml_file`, `_files`, `_output`, `_config`, `_gradient_sums`, `_combinations`, `_structure`,
+`_mesh`, `_expert_balance`, `_sequence_parallel_plan`, `_tensor_parallel_plan`, `_placements`, `_plan`, `_validation`,
+`_sequence_parallel`, `_tensor_parallel`, `_resolver`, `_planner`, `_applier`, `_tokenizer`, `_parameter_bytes`,
+`_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`, `_text`, `_data`, `_samples`, `_loss`,
+`_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`, `_compilation`, `_sharded_parameters`,
+`_gradient_domain`, `_window`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`, `_progress`, `_checkpoint`,
+`_stop`, `_trainer`, `_text_trainer`, `_verify`, `_verify_view`, `_worker`, `_verifying`, `_launcher`, `cli`.
 """
 
 from importlib.metadata import version
@@ -22,8 +22,9 @@ from ._plan_report import PlanReport, plan_report
 from ._planner import ShardingPlanner
 from ._resolver import PlanOverrideResolver
 from ._text_trainer import TextTrainer
-from ._trainer import BaseTrainer, StepResult, Window
+from ._trainer import BaseTrainer, StepResult
 from ._verify import Cause, Check, VerifyOptions, VerifyReport, verify_training
+from ._window import Window
 from ._yaml_file import ConfigError
 
 __version__ = version("cp-trainer-glue")

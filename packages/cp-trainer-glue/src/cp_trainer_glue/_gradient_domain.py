@@ -30,6 +30,11 @@ class GradientDomain:
         self._model, self._meshes, self._tp_grad_info = model, meshes, tp_grad_info
         self._known = {id(param) for param in model.parameters()}
 
+    @property
+    def partial_names(self) -> tuple[str, ...]:
+        """Names of the parameters that are summed over tensor-parallel ranks."""
+        return tuple(self._tp_grad_info)
+
     def will_reduce(self, reduces: bool) -> None:
         """Say before a backward whether it is the last of the step, after which FSDP sums; before, it accumulates."""
         if isinstance(self._model, FSDPModule):

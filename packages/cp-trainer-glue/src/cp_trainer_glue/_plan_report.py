@@ -11,7 +11,8 @@ from cp_core.cost import AttentionCost, attention_cost
 from cp_wrappers import find_attention_boundaries, judge_methods
 
 from ._combinations import MAX_WORLD_SIZE
-from ._config import AcceleratorConfig, DataConfig, TrainingConfig
+from ._config import AcceleratorConfig, DataConfig, FsdpConfig, TrainingConfig
+from ._gradient_sums import gradient_sums
 from ._inspection import Correction, Inspection
 from ._parameter_bytes import parameter_bytes
 from ._topology import axis_groups, axis_sizes
@@ -104,6 +105,8 @@ class PlanReport:
     num_parameters: int | None = None
     # Bytes of the parameters on the rank that holds most, between steps.
     parameter_bytes: int | None = None
+    # How parameters are held, and over which ranks their gradients are summed, in words.
+    gradients: str | None = None
     sequence: SequencePlan | None = None
     attentions: tuple[AttentionRow, ...] = ()
     declared: MethodRow | None = None
@@ -158,6 +161,11 @@ def _explained_model(inspection: Inspection, accelerator: AcceleratorConfig, dev
         "num_parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": parameter_bytes(
             model, check.tensor_parallel, num_shards=_parameter_shards(inspection.sections, accelerator)
+        ),
+        "gradients": gradient_sums(
+            accelerator,
+            inspection.sections.get("fsdp") or (FsdpConfig() if accelerator.dp_shard_size > 1 else None),
+            partial=() if check.tensor_parallel is None else check.tensor_parallel.partial,
         ),
         "attentions": tuple(_attention_rows(inspection)),
     }

@@ -44,7 +44,7 @@ def _parts(report: PlanReport) -> Iterator[tuple[str, RenderableType]]:
 
 def _model(report: PlanReport) -> str:
     held = _bytes(report.parameter_bytes or 0)
-    return f"{report.model}, {report.num_parameters:,} parameters, {held} on each rank"
+    return f"{report.model}, {report.num_parameters:,} parameters, {held} on each rank; {report.gradients}"
 
 
 def _topology(axes: Mapping[str, int], groups: Mapping[str, list[list[int]]]) -> Table:

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from ._config import AcceleratorConfig, TrainerConfig
+from ._gradient_sums import gradient_sums
 
 
 def run_summary(
-    config: TrainerConfig, model: torch.nn.Module, methods: Sequence[tuple[str, str]], *, device_type: str, first: int
+    config: TrainerConfig,
+    model: torch.nn.Module,
+    methods: Sequence[tuple[str, str]],
+    *,
+    partial: Sequence[str],
+    device_type: str,
+    first: int,
 ) -> dict[str, str]:
     """Return rows of a name and a text.
 
@@ -16,6 +23,7 @@ def run_summary(
         config: The run.
         model: Its model.
         methods: The wrapper and the name of each wrapped attention.
+        partial: Parameters of whose gradient each tensor-parallel rank finds a part.
         device_type: Where it runs.
         first: The step after which it goes on, 0 for a fresh start.
     """
@@ -26,6 +34,7 @@ def run_summary(
         "ranks": f"{config.accelerator.world_size} ({_sizes(config.accelerator)}) on {device_type}",
         "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         "methods": "; ".join(f"{name}: {_short(fqns)}" for name, fqns in of_wrapper.items()) or "none (cp_size 1)",
+        "gradients": gradient_sums(config.accelerator, config.fsdp_config, partial=partial),
         "batch": f"{config.training.global_batch_size} x {config.data.seq_length} tokens",
         "output": config.output_dir,
         "start": f"after step {first}" if first else "from the beginning",

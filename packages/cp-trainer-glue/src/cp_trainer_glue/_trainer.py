@@ -2,9 +2,8 @@
 
 import itertools
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import CollectiveTrace, Platform, all_reduce_sum, check_no_pending, gather_objects
+from cp_collectives import CollectiveTrace, Platform, all_reduce_sum, check_no_pending
 from cp_core import (
     InvalidInputError,
     SequenceLayout,
-    count_valid_tokens,
     mean_global_loss,
     sequence_multiple,
     sum_loss_weights,
@@ -40,6 +38,7 @@ from ._samples import Samples
 from ._sharded_parameters import shard_parameters
 from ._stop import StopRequest
 from ._summary import run_summary
+from ._window import Window
 
 _logger = logging.getLogger("cp_trainer_glue")
 
@@ -53,21 +52,6 @@ class StepResult:
     valid_tokens: int
     # 0-d: gradient norm before clipping.
     grad_norm: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """The micro-batches of one optimizer step, fetched before its first backward: all their tokens weigh each."""
-
-    # This rank's shards, as `shard_batch` returns them, on the host.
-    batches: tuple[dict[str, Any], ...]
-    # Labels of each shard.
-    counts: tuple[int, ...]
-    # Labels of all shards of all ranks.
-    valid_tokens: int
-    # Weight of each shard's tokens, and of those of all ranks; None where each label weighs 1.
-    weights: tuple[float | None, ...]
-    weight_sum: float | None
 
 
 class BaseTrainer:
@@ -189,20 +173,9 @@ class BaseTrainer:
             InvalidInputError: On all ranks, if the data has ended, or ends earlier on some ranks.
         """
         fetched = itertools.islice(self._stream_iterator(), self.config.accumulation_steps)
-        batches = tuple(self.shard_batch(batch) for batch in fetched)
-        counts = tuple(count_valid_tokens(batch["shift_labels"]) for batch in batches)
-        weights = tuple(self.loss_weight_sum(b["shift_labels"], b.get("loss_weights")) for b in batches)
-        own = None if None in weights else math.fsum(weight for weight in weights if weight is not None)
-        shares = gather_objects((len(batches), sum(counts), own), mesh=self.meshes.dp_cp_mesh)
-        _refuse_unequal_windows([length for length, _, _ in shares])
-        sums = [weight for _, _, weight in shares if weight is not None]
-        return Window(
-            batches=batches,
-            counts=counts,
-            valid_tokens=sum(count for _, count, _ in shares),
-            weights=weights,
-            weight_sum=math.fsum(sums) if sums else None,
-        )
+        batches = [self.shard_batch(batch) for batch in fetched]
+        weights = [self.loss_weight_sum(batch["shift_labels"], batch.get("loss_weights")) for batch in batches]
+        return Window.counted(batches, weights, dp_cp_mesh=self.meshes.dp_cp_mesh)
 
     def accumulate(self, window: Window) -> torch.Tensor:
         """Run forward and backward of each micro-batch; return the mean loss over the window, 0-d."""
@@ -278,7 +251,10 @@ class BaseTrainer:
         config, first = self.config, self.checkpoints.load()
         reporter = Reporter(train_iters=config.training.train_iters, shown=dist.get_rank() == 0)
         methods = [(row.wrapper, row.fqn) for row in self.applied.report]
-        reporter.summary(run_summary(config, self.model, methods, device_type=self.meshes.device.type, first=first))
+        device_type, partial = self.meshes.device.type, self.gradients.partial_names
+        reporter.summary(
+            run_summary(config, self.model, methods, partial=partial, device_type=device_type, first=first)
+        )
         if first >= config.training.train_iters:
             reporter.say(f"train_iters ({config.training.train_iters}) is reached; nothing to do.")
             return True
@@ -397,13 +373,3 @@ class BaseTrainer:
                 f"{len(lacking)} trainable parameters are not the optimizer's, first {lacking[0]}; add parameters in "
                 "build_model, before the optimizer is made, or freeze them."
             )
-
-
-def _refuse_unequal_windows(lengths: Sequence[int]) -> None:
-    if not any(lengths):
-        raise InvalidInputError("the data has ended before train_iters; give more of it, or make build_data endless.")
-    if len(set(lengths)) > 1:
-        raise InvalidInputError(
-            f"the data of data-parallel ranks must end together, but they have {sorted(set(lengths))} micro-batches "
-            "left for this step; let build_data give each rank the same number."
-        )
