@@ -1,5 +1,7 @@
 """`cp-train verify`: the proof on the user's own model, as one rank of it."""
 
+import logging
+
 import torch
 import torch.distributed as dist
 
@@ -32,6 +34,7 @@ def verify_rank(
         options: Steps, dtype, and what is shrunk.
         json_path: Where to write the report as JSON, "-" for standard output instead of the text.
     """
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of the speed of gathering whole tensors
     report = verify_training(TextTrainer, config, platform, device, options=options)
     # The other ranks wait until all is said: the launcher ends the rest once one rank is gone.
     agree(_shown(report, json_path) if dist.get_rank() == 0 else None, mesh=world_mesh(device))

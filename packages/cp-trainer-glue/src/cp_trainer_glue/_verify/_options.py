@@ -104,7 +104,9 @@ def _optimizer(config: TrainerConfig) -> _Part:
 def _fsdp(fsdp: FsdpConfig | None, options: VerifyOptions) -> _Part:
     if fsdp is None or options.dtype == "config" or (fsdp.param_dtype, fsdp.reduce_dtype) == (None, None):
         return _Part({}, [])
-    line = f"fsdp: param_dtype and reduce_dtype float64 (were {fsdp.param_dtype}, {fsdp.reduce_dtype})"
+    given = {"param_dtype": fsdp.param_dtype, "reduce_dtype": fsdp.reduce_dtype}
+    were = ", ".join(f"{name} {dtype}" for name, dtype in given.items() if dtype)
+    line = f"fsdp: computes and sums in float64 (was {were})"
     return _Part({"fsdp": fsdp.model_copy(update={"param_dtype": None, "reduce_dtype": None})}, [line])
 
 
