@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_collectives import current_platform, gather_objects
 from cp_core import InvalidInputError
 
+from ._checkpoint_parts import from_parts, in_parts
 from ._config import TrainerConfig
 from ._data import BatchStream
 from ._mesh import MeshContext
@@ -64,7 +65,10 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             self._root.mkdir(parents=True, exist_ok=True)
         _meet(self._meshes.world_mesh)
-        dcp.save(self._state(), checkpoint_id=unfinished)
+        try:
+            dcp.save(in_parts(self._state()), checkpoint_id=unfinished)
+        except CheckpointException as error:
+            raise InvalidInputError(f"the checkpoint {final} cannot be written: {_first_failure(error)}") from error
         if dist.get_rank() == 0:
             (unfinished / _RUN_FILE).write_text(json.dumps({"step": step, **_identity(self._config)}, indent=1))
             shutil.rmtree(final, ignore_errors=True)
@@ -88,11 +92,14 @@ class Checkpoints:
         run = json.loads((folder / _RUN_FILE).read_text())
         _require_same_run(run, _identity(self._config), folder)
         state = self._state()
+        parts = in_parts(state)
         try:
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(parts, checkpoint_id=folder)
         except CheckpointException as error:
-            raise InvalidInputError(f"the checkpoint {folder} cannot be read; it is damaged: {error}") from error
-        self._take(state)
+            raise InvalidInputError(
+                f"the checkpoint {folder} cannot be read; it is damaged: {_first_failure(error)}"
+            ) from error
+        self._take(from_parts(state, parts))
         return int(run["step"])
 
     def _folder_to_resume(self) -> Path | None:
@@ -176,6 +183,11 @@ def _require_same_run(saved: dict[str, Any], current: dict[str, Any], folder: Pa
             f"the checkpoint {folder} was saved with another {part}: {found}, but the config says {wanted}; resume it "
             "with its own, or set checkpoint.resume to none (and another output_dir)."
         )
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {type(failure).__name__}: {failure}"
 
 
 def _write_atomically(path: Path, text: str) -> None:
