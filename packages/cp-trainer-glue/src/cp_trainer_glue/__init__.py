@@ -5,8 +5,9 @@ Modules, lowest first: `_yaml_file`, `_files`, `_output`, `_config`, `_gradient_
 `_sequence_parallel`, `_tensor_parallel`, `_resolver`, `_planner`, `_applier`, `_tokenizer`, `_parameter_bytes`,
 `_model`, `_inspection`, `_topology`, `_plan_report`, `_plan_view`, `_planning`, `_text`, `_data`, `_samples`, `_loss`,
 `_vocab_parallel_loss`, `_optimizer`, `_blocks`, `_recomputation`, `_compilation`, `_sharded_parameters`,
-`_gradient_domain`, `_window`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`, `_progress`, `_checkpoint_parts`, `_checkpoint`,
-`_stop`, `_trainer`, `_text_trainer`, `_verify`, `_verify_view`, `_worker`, `_verifying`, `_launcher`, `cli`.
+`_gradient_domain`, `_window`, `_undisturbed`, `_evaluation`, `_metrics`, `_summary`, `_progress`, `_checkpoint_parts`,
+`_checkpoint`, `_stop`, `_trainer`, `_text_trainer`, `_verify`, `_verify_view`, `_worker`, `_verifying`, `_launcher`,
+`cli`.
 """
 
 from importlib.metadata import version

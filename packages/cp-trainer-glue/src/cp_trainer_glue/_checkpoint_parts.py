@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint can store: a shard that is several strips of its tensor goes as a tensor of its own.
+"""What torch.distributed.checkpoint can store: a shard of several strips of its tensor goes as a tensor of its own.
 
 Tensor parallelism splits packed projections (gate and up in one) part by part, so a rank's shard is no one block of the
 whole, which is all that torch.distributed.checkpoint knows. A checkpoint is resumed under its own layout, so the shard
