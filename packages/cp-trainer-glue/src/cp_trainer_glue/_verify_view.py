@@ -59,7 +59,7 @@ def _comparisons(report: VerifyReport) -> Table:
 
 
 def _cells(checks: Sequence[Check]) -> Iterator[str]:
-    wrong, limit = sum(not check.passed for check in checks), checks[0].limit
+    wrong, limit = sum(not check.passed for check in checks), max(check.limit for check in checks)
     yield f"{len(checks):,}"
     yield str(wrong or "-")
     error = largest_error(checks)

@@ -1,7 +1,8 @@
 """Every number of a step of the declared run beside the same number of one device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,8 @@ from ._capture import LOGITS
 from ._check import Check, Place, Tolerances, distance, relative_error
 from ._declared import DeclaredStep, Tensors
 from ._gathered import GatheredStep, ShardView, in_global_order
+from ._narrow import FP32_SUM
+from ._options import LEARNING_RATE
 from ._reference import ReferenceStep
 
 
@@ -24,19 +27,63 @@ def compare_step(
         reference: The same step on one device.
         tolerances: What rounding explains.
     """
+    allowed = _Allowed.of(reference, tolerances)
     checks = [
         *_input_checks(gathered),
         *_output_checks(gathered, reference, tolerances),
-        *_number_checks(gathered, reference, tolerances),
-        *_gradient_checks(declared.gradients, reference.gradients, tolerances, kind="gradient"),
+        *_number_checks(gathered, reference, tolerances, allowed),
+        *_gradient_checks(declared.gradients, reference.gradients, tolerances, allowed.gradient, kind="gradient"),
         *_replica_checks(declared.gradients, "gradient"),
-        *_gradient_checks(declared.clipped, reference.clipped, tolerances, kind="clipped_gradient"),
-        *_parameter_checks(declared.parameters, reference.parameters, tolerances),
+        *_gradient_checks(declared.clipped, reference.clipped, tolerances, allowed.clipped, kind="clipped_gradient"),
+        *_parameter_checks(declared.parameters, reference.parameters, allowed.parameter),
         *_replica_checks(declared.parameters, "parameter"),
         *_optimizer_checks(gathered),
         *_pending_checks(gathered),
     ]
     return [_at_step(check, number) for check in checks]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Allowed:
+    """What may differ in a step: the tolerances, and what a sum in fp32 adds, from the gradient on to the parameter."""
+
+    reference: ReferenceStep
+    tolerances: Tolerances
+    # Of the norm, relative.
+    added_to_norm: float
+
+    @classmethod
+    def of(cls, reference: ReferenceStep, tolerances: Tolerances) -> "_Allowed":
+        """Work out what the sums in fp32 of a step add to its norm."""
+        rounded = [g for name, g in reference.gradients.items() if g is not None and name in reference.used_in_fp32]
+        size = math.sqrt(sum(float(g.double().norm()) ** 2 for g in rounded))
+        added = FP32_SUM * size / reference.grad_norm if size else 0.0
+        return cls(reference=reference, tolerances=tolerances, added_to_norm=added)
+
+    @property
+    def grad_norm(self) -> float:
+        """Relative error of the norm."""
+        return self.tolerances.grad_norm + self.added_to_norm
+
+    def gradient(self, name: str) -> float:
+        """Relative error of a parameter's gradient."""
+        return self.tolerances.gradient + self._added_to_sum(name)
+
+    def clipped(self, name: str) -> float:
+        """Relative error of the gradient that is clipped by the norm."""
+        return self.gradient(name) + self.added_to_norm
+
+    def parameter(self, name: str) -> float:
+        """Relative error of a parameter that made a step of SGD with its clipped gradient."""
+        added = self._added_to_sum(name) + self.added_to_norm
+        gradient, parameter = self.reference.clipped.get(name), self.reference.parameters.get(name)
+        if not added or gradient is None or parameter is None:
+            return self.tolerances.parameter
+        size = float(parameter.double().norm()) or 1.0
+        return self.tolerances.parameter + LEARNING_RATE * added * float(gradient.double().norm()) / size
+
+    def _added_to_sum(self, name: str) -> float:
+        return FP32_SUM if name in self.reference.used_in_fp32 else 0.0
 
 
 def _at_step(check: Check, number: int) -> Check:
@@ -155,11 +202,13 @@ def _largest(errors: torch.Tensor) -> float:
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def _number_checks(gathered: GatheredStep, reference: ReferenceStep, tolerances: Tolerances) -> Iterator[Check]:
+def _number_checks(
+    gathered: GatheredStep, reference: ReferenceStep, tolerances: Tolerances, allowed: "_Allowed"
+) -> Iterator[Check]:
     for kind, limit, expected in (
         ("valid_tokens", 0.0, float(reference.valid_tokens)),
         ("loss", tolerances.loss, reference.loss),
-        ("grad_norm", tolerances.grad_norm, reference.grad_norm),
+        ("grad_norm", allowed.grad_norm, reference.grad_norm),
     ):
         found = [float(getattr(scalars, kind)) for scalars in gathered.scalars]
         errors = [relative_error(value, expected) for value in found]
@@ -178,12 +227,17 @@ def gradient_floor(expected: Mapping[str, torch.Tensor | None], tolerances: Tole
 
 
 def _gradient_checks(
-    found: Tensors, expected: Mapping[str, torch.Tensor | None], tolerances: Tolerances, *, kind: str
+    found: Tensors,
+    expected: Mapping[str, torch.Tensor | None],
+    tolerances: Tolerances,
+    limit: Callable[[str], float],
+    *,
+    kind: str,
 ) -> Iterator[Check]:
     floor = gradient_floor(expected, tolerances)
     for name in dict.fromkeys([*expected, *found.values]):
         error, detail = _tensor_error(found.values, expected, name, floor)
-        yield _check(kind, name, error, tolerances.gradient, detail=detail)
+        yield _check(kind, name, error, limit(name), detail=detail)
 
 
 def _tensor_error(
@@ -200,10 +254,12 @@ def _tensor_error(
     return distance(left, right, floor=floor), ""
 
 
-def _parameter_checks(found: Tensors, expected: Mapping[str, torch.Tensor], tolerances: Tolerances) -> Iterator[Check]:
+def _parameter_checks(
+    found: Tensors, expected: Mapping[str, torch.Tensor], limit: Callable[[str], float]
+) -> Iterator[Check]:
     for name in dict.fromkeys([*expected, *found.values]):
         error, detail = _tensor_error(found.values, expected, name, 0.0)
-        yield _check("parameter", name, error, tolerances.parameter, detail=detail)
+        yield _check("parameter", name, error, limit(name), detail=detail)
 
 
 def _replica_checks(tensors: Tensors, what: str) -> Iterator[Check]:

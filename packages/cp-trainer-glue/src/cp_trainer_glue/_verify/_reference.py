@@ -15,6 +15,7 @@ from cp_core import InvalidInputError, SequenceLayout
 from .._trainer import BaseTrainer
 from ._batches import IGNORED, GlobalBatch, joined
 from ._capture import LOGITS, LayerCapture
+from ._narrow import used_in_fp32
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -33,6 +34,8 @@ class ReferenceStep:
     parameters: dict[str, torch.Tensor]
     # By data-parallel rank and micro-batch, by module, `[B, S, ...]`.
     outputs: dict[tuple[int, int], dict[str, torch.Tensor]]
+    # Parameters of which the model casts float64 to fp32, so that their gradient is rounded as it is summed.
+    used_in_fp32: frozenset[str] = frozenset()
 
 
 class MicroStepRows(NamedTuple):
@@ -102,12 +105,14 @@ class Reference:
         trainable = [p for p in named.values() if p.requires_grad]
         denominator = sum(self.weight_of(batch, batch.shift_labels) for batch in batches) or 1.0
         loss, outputs = 0.0, dict[tuple[int, int], dict[str, torch.Tensor]]()
+        narrow: set[str] = set()
         with LayerCapture(self.model) as capture:
             for rows in _micro_steps(batches):
                 for batch in rows.batches:
                     capture.begin()
                     part = self.loss_of(batch) / denominator + self._auxiliary_loss(batch, rows)
                     if part.requires_grad:
+                        narrow |= used_in_fp32(part, named)
                         part.backward(inputs=trainable)  # not into parameters that the user's trainer may hold itself
                     loss += float(part.detach())
                     outputs |= rows.split(batch, self._compared(capture.outputs))
@@ -126,7 +131,17 @@ class Reference:
             clipped=clipped,
             parameters={name: p.detach().cpu().clone() for name, p in named.items()},
             outputs=outputs,
+            used_in_fp32=frozenset(narrow),
         )
+
+    def continue_from(self, parameters: Mapping[str, torch.Tensor | None]) -> None:
+        """Take the parameters of the declared run, which agree, so that the next step starts from the same ones."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                value = parameters[name]
+                if value is None:
+                    raise AssertionError(f"{name} agreed without a value.")
+                p.copy_(value)
 
     def loss_of(
         self, batch: GlobalBatch, *, inputs: Mapping[str, Any] | None = None, shift_labels: torch.Tensor | None = None

@@ -23,6 +23,7 @@ from ._compare import compare_step
 from ._declared import DeclaredRun, DeclaredStep
 from ._forward_causes import where
 from ._gathered import GatheredStep, gather_step
+from ._narrow import FP32_SUM
 from ._options import LEARNING_RATE, VerifyOptions, verified_config
 from ._reference import Reference
 from ._report import VerifyReport
@@ -85,6 +86,7 @@ class _Verification:
         self._checks: list[Check] = []
         self._causes: tuple[Cause, ...] = ()
         self._first_token, self._num_tokens, self._num_labels = "", 0, 0
+        self._used_in_fp32: frozenset[str] = frozenset()
 
     def step(self, number: int) -> bool:
         """Make and compare one step; return on all ranks whether all agreed."""
@@ -111,7 +113,9 @@ class _Verification:
         self._checks += checks
         self._num_tokens = sum(int(batch.real.sum()) for batch in gathered.batches)
         self._num_labels = expected.valid_tokens
+        self._used_in_fp32 = expected.used_in_fp32
         if all(check.passed for check in checks):
+            reference.continue_from(declared.parameters.values)
             return True
         case = Case(
             checks=tuple(checks),
@@ -137,7 +141,7 @@ class _Verification:
         return VerifyReport(
             checks=tuple(self._checks),
             causes=self._causes,
-            changes=changes,
+            changes=(*changes, *_allowances(self._used_in_fp32)),
             first_token=self._first_token,
             model=type(self._reference.model).__name__,
             ranks=f"{axes.world_size} ranks (dp {axes.dp_size} x cp {axes.cp_size} x tp {axes.tp_size})",
@@ -147,6 +151,15 @@ class _Verification:
             num_tokens=self._num_tokens,
             num_labels=self._num_labels,
         )
+
+
+def _allowances(used_in_fp32: frozenset[str]) -> list[str]:
+    if not used_in_fp32:
+        return []
+    return [
+        f"allowed: {FP32_SUM:.0e} in the gradients of {len(used_in_fp32)} parameters, first {min(used_in_fp32)}: the "
+        "model casts them to fp32, where sums over tokens are rounded"
+    ]
 
 
 @contextmanager
