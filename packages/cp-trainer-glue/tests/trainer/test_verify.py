@@ -197,6 +197,12 @@ def test_a_right_set_up_is_found_right(worlds: Any, name: str) -> None:
 # --- planted faults -----------------------------------------------------------------------------------------------
 
 
+class SameDataOnDpRanks(SampleTrainer):
+    def build_data(self) -> Any:
+        super().build_data()
+        return Samples(self.config, 0, self.padding)
+
+
 class LabelsShiftedOnShard(SampleTrainer):
     def next_window(self) -> Any:
         window = super().next_window()
@@ -425,6 +431,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
+    "the same data on dp ranks": Fault(SameDataOnDpRanks, ["data_read_twice"], changes=DP_CP, world_size=4),
     "label shift on the shard": Fault(LabelsShiftedOnShard, ["labels_shifted_per_rank"]),
     "label shift inside the loss": Fault(LabelsShiftedInLoss, ["labels_shifted_per_rank"]),
     "positions from 0": Fault(PositionsFromZero, ["positions_restart"]),

@@ -5,14 +5,8 @@ from collections.abc import Iterator
 from ._case import Case
 from ._cause import Cause
 from ._forward_causes import forward_causes, where
-from ._gradient_causes import (
-    given_labels_explain,
-    gradient_causes,
-    loss_causes,
-    norm_causes,
-    optimizer_causes,
-    update_causes,
-)
+from ._gradient_causes import given_labels_explain, gradient_causes
+from ._number_causes import loss_causes, norm_causes, optimizer_causes, update_causes
 
 
 def likely_causes(case: Case) -> tuple[Cause, ...]:
@@ -27,13 +21,8 @@ def likely_causes(case: Case) -> tuple[Cause, ...]:
 
 
 def _causes(case: Case) -> Iterator[Cause]:
-    inputs = case.failed("inputs")
-    if inputs:
-        yield Cause(
-            kind="other_tokens",
-            sentence="the ranks together do not hold the tokens of the global batch.",
-            evidence=f"{inputs[0].name}: {inputs[0].detail}; first {where(case, inputs[0])}.",
-        )
+    if case.failed("inputs"):
+        yield _inputs_cause(case)
         return
     if case.failed("layer", "logits"):
         yield from forward_causes(case)
@@ -52,6 +41,16 @@ def _causes(case: Case) -> Iterator[Cause]:
     if not case.failed("gradient"):
         yield from norm_causes(case)
     yield from update_causes(case)
+
+
+def _inputs_cause(case: Case) -> Cause:
+    check = case.failed("inputs")[0]
+    place = f"; first {where(case, check)}" if check.place is not None else ""
+    if case.gathered.repeated_batches and not case.gathered.other_batches:
+        kind, sentence = "data_read_twice", "data-parallel ranks read the same batches, so each sample counts twice."
+    else:
+        kind, sentence = "other_tokens", "the ranks together do not hold the tokens of the global batch."
+    return Cause(kind=kind, sentence=sentence, evidence=f"{check.name}: {check.detail}{place}.")
 
 
 def _labels_cause(case: Case, rest: float | None) -> Cause:

@@ -1,7 +1,7 @@
 """One comparison of the declared run with one device, and how much may differ (design.md, section 6)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +118,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0)
     if difference == 0:
         return 0.0
     return difference / scale if scale else math.inf
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,14 +1,14 @@
 """Every number of a step of the declared run beside the same number of one device."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ._batches import GlobalBatch
 from ._capture import LOGITS
-from ._check import Check, Place, Tolerances, distance, relative_error
+from ._check import Check, Place, Tolerances, distance, relative_error, some
 from ._declared import DeclaredStep, Tensors
 from ._gathered import GatheredStep, ShardView, in_global_order
 from ._narrow import FP32_SUM
@@ -111,6 +111,9 @@ def _input_checks(gathered: GatheredStep) -> Iterator[Check]:
     others = gathered.other_batches
     detail = f"ranks {', '.join(map(str, others))} read another batch than their peers" if others else ""
     yield _check("inputs", "global batches of context- and tensor-parallel ranks", float(len(others)), detail=detail)
+    repeated = gathered.repeated_batches
+    detail = f"data-parallel ranks {', '.join(map(str, repeated))} read what another one reads" if repeated else ""
+    yield _check("inputs", "batches of data-parallel ranks", float(len(repeated)), detail=detail)
     for kind, name in (("inputs", "input_ids"), ("positions", "position_ids"), ("labels", "shift_labels")):
         places = [place for batch in gathered.batches for place in _differing_tokens(gathered, batch, name)]
         if any(found_tokens(gathered, batch, name) is not None for batch in gathered.batches):
@@ -264,13 +267,13 @@ def _parameter_checks(
 
 def _replica_checks(tensors: Tensors, what: str) -> Iterator[Check]:
     differing = tensors.differing
-    detail = f"differ between ranks: {_some(differing)}" if differing else ""
+    detail = f"differ between ranks: {some(differing)}" if differing else ""
     yield _check("replicas", f"each {what} on all ranks", float(len(differing)), detail=detail)
 
 
 def _optimizer_checks(gathered: GatheredStep) -> Iterator[Check]:
     lacking = gathered.scalars[0].not_optimized
-    detail = f"not in the optimizer: {_some(lacking)}" if lacking else ""
+    detail = f"not in the optimizer: {some(lacking)}" if lacking else ""
     yield _check("optimizer", "trainable parameters in the optimizer", float(len(lacking)), detail=detail)
     if any(scalars.foreign for scalars in gathered.scalars):
         unlike = len({scalars.foreign for scalars in gathered.scalars}) > 1
@@ -282,7 +285,3 @@ def _optimizer_checks(gathered: GatheredStep) -> Iterator[Check]:
 def _pending_checks(gathered: GatheredStep) -> Iterator[Check]:
     pending = [scalars.pending for scalars in gathered.scalars if scalars.pending]
     yield _check("pending", "collectives left in flight", float(len(pending)), detail=pending[0] if pending else "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

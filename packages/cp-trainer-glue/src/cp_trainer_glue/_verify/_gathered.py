@@ -64,6 +64,8 @@ class GatheredStep:
     outputs: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     # Ranks whose global batch is another than that of the first rank of their data-parallel group.
     other_batches: list[int] = field(default_factory=list)
+    # Data-parallel ranks all of whose batches are those of a lower one.
+    repeated_batches: list[int] = field(default_factory=list)
 
     def rank_at(self, dp: int, cp: int, tp: int = 0) -> int:
         """Return the rank that stands somewhere."""
@@ -140,6 +142,8 @@ def _gather_batches(step: DeclaredStep, gathered: GatheredStep, own: Coordinates
     for rank, place in enumerate(gathered.coordinates):
         if digests[rank] != digests[gathered.rank_at(place.dp, 0)]:
             gathered.other_batches.append(rank)
+    readers = [digests[rank] for rank, place in enumerate(gathered.coordinates) if place.cp == place.tp == 0]
+    gathered.repeated_batches = [dp for dp, read in enumerate(readers) if read in readers[:dp]]
     everyone = gather_objects([_on_host(batch) for batch in step.batches] if first else [], mesh=world)
     for place, batches in zip(gathered.coordinates, everyone, strict=True):
         for number, batch in enumerate(batches):
