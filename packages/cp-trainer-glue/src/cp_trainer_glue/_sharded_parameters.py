@@ -1,6 +1,8 @@
 """Sharded parameters, gradients and optimizer states, through torch's FSDP2."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,12 +23,15 @@ def shard_parameters(model: torch.nn.Module, mesh: DeviceMesh, config: FsdpConfi
         mesh: 1-D mesh of shards, or 2-D mesh (replicas, shards).
         config: Dtypes, and when gathered parameters are freed.
     """
+    param_dtype = _dtype(config.param_dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(config.param_dtype),
+        param_dtype=param_dtype,
         reduce_dtype=_dtype(config.reduce_dtype),
-        # Positions and rotary tables stay as the model made them; the blocks cast what they need.
-        cast_forward_inputs=config.param_dtype is not None,
+        # FSDP would take the layout of the shard apart, a dataclass, to cast what is in it.
+        cast_forward_inputs=False,
     )
+    if param_dtype is not None:
+        model.register_forward_pre_hook(partial(_cast_inputs, param_dtype), with_kwargs=True)
     for block in transformer_blocks(model).values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -43,6 +48,17 @@ def sharded_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast what a model is given in floating point, such as `inputs_embeds`."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

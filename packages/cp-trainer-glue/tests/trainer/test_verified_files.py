@@ -30,5 +30,19 @@ def test_a_right_file_is_verified(worlds: Any, path: Path) -> None:
         assert ("logits" in kinds) == (path.stem != "loss_in_chunks")
 
 
+def verify_in_its_own_dtypes(path: str) -> dict[str, Any]:
+    platform = current_platform("cpu")
+    options = VerifyOptions(steps=1, dtype="config")
+    return verify_training(TextTrainer, load_config(path), platform, platform.device(0), options=options).as_json()
+
+
+def test_mixed_precision_trains_as_one_device_within_its_rounding(worlds: Any) -> None:
+    """The file computes in bfloat16 and sums in float32; each rank's layout passes FSDP as it is."""
+    path = Path(__file__).parent / "verified" / "fsdp.yaml"
+    for report in worlds(4).run(verify_in_its_own_dtypes, str(path)):
+        assert [check for check in report["checks"] if not check["passed"]] == []
+        assert {check["limit"] for check in report["checks"] if check["kind"] == "gradient"} == {2e-1}
+
+
 def test_there_are_as_many_shapes_as_said() -> None:
     assert len(FILES) >= DECLARED_SHAPES

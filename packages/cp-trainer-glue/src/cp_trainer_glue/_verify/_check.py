@@ -47,9 +47,10 @@ _TABLE: Mapping[torch.dtype, Tolerances] = {
 }
 
 
-def tolerances_of(model: torch.nn.Module) -> Tolerances:
-    """Return what may differ in a model, by its narrowest parameter."""
+def tolerances_of(model: torch.nn.Module, *, computed_in: Sequence[str | None] = ()) -> Tolerances:
+    """Return what may differ in a model, by its narrowest parameter and the dtypes in which FSDP computes and sums."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {getattr(torch, name) for name in computed_in if name}
     known = [dtype for dtype in dtypes if dtype in _TABLE]
     return _TABLE[max(known, key=lambda dtype: torch.finfo(dtype).eps)] if known else _TABLE[torch.float32]
 

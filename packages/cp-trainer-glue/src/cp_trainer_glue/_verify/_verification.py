@@ -108,7 +108,10 @@ class _Verification:
         reference: Reference,
         replicas: tuple[dict[str, torch.Tensor | None], ...],
     ) -> bool:
-        expected, tolerances = reference.step(gathered.batches), tolerances_of(reference.model)
+        fsdp = self._run.trainer.config.fsdp_config
+        computed_in = () if fsdp is None else (fsdp.param_dtype, fsdp.reduce_dtype)
+        expected = reference.step(gathered.batches)
+        tolerances = tolerances_of(reference.model, computed_in=computed_in)
         checks = compare_step(number, declared, gathered, expected, tolerances)
         self._checks += checks
         self._num_tokens = sum(int(batch.real.sum()) for batch in gathered.batches)
