@@ -205,11 +205,16 @@ class TrainerConfig(Section):
     @property
     def fsdp_config(self) -> FsdpConfig | None:
         """How parameters are sharded over `dp_shard x cp`; None where they are replicated."""
-        if self.fsdp is None and self.accelerator.dp_shard_size > 1:
-            return FsdpConfig()
-        return self.fsdp
+        return implied_fsdp(self.fsdp, self.accelerator)
 
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of one rank per optimizer step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.accelerator.dp_size)
+
+
+def implied_fsdp(fsdp: FsdpConfig | None, accelerator: AcceleratorConfig) -> FsdpConfig | None:
+    """Return the declared section, or the one that `dp_shard_size` above 1 implies; None where nothing is sharded."""
+    if fsdp is None and accelerator.dp_shard_size > 1:
+        return FsdpConfig()
+    return fsdp

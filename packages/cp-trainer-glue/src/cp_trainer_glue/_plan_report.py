@@ -11,7 +11,7 @@ from cp_core.cost import AttentionCost, attention_cost
 from cp_wrappers import find_attention_boundaries, judge_methods
 
 from ._combinations import MAX_WORLD_SIZE
-from ._config import AcceleratorConfig, DataConfig, FsdpConfig, TrainingConfig
+from ._config import AcceleratorConfig, DataConfig, TrainingConfig, implied_fsdp
 from ._gradient_sums import gradient_sums
 from ._inspection import Correction, Inspection
 from ._parameter_bytes import parameter_bytes
@@ -156,16 +156,14 @@ def _explained_model(inspection: Inspection, accelerator: AcceleratorConfig, dev
         raise AssertionError("a model that was built was not checked.")
     strategies = list(dict.fromkeys(plan.strategy for plan in check.boundaries if plan.strategy is not None))
     parameters = list(model.parameters())
+    fsdp = implied_fsdp(inspection.sections.get("fsdp"), accelerator)
+    num_shards = 1 if fsdp is None else accelerator.dp_shard_size * accelerator.cp_size
     known: dict[str, Any] = {
         "model": type(model).__name__,
         "num_parameters": sum(p.numel() for p in parameters),
-        "parameter_bytes": parameter_bytes(
-            model, check.tensor_parallel, num_shards=_parameter_shards(inspection.sections, accelerator)
-        ),
+        "parameter_bytes": parameter_bytes(model, check.tensor_parallel, num_shards=num_shards),
         "gradients": gradient_sums(
-            accelerator,
-            inspection.sections.get("fsdp") or (FsdpConfig() if accelerator.dp_shard_size > 1 else None),
-            partial=() if check.tensor_parallel is None else check.tensor_parallel.partial,
+            accelerator, fsdp, partial=() if check.tensor_parallel is None else check.tensor_parallel.partial
         ),
         "attentions": tuple(_attention_rows(inspection)),
     }
@@ -180,11 +178,6 @@ def _explained_model(inspection: Inspection, accelerator: AcceleratorConfig, dev
             "methods": tuple(_method_rows(inspection, cp_size, device, costs)) if cp_size > 1 else (),
         }
     return known
-
-
-def _parameter_shards(sections: Mapping[str, Any], accelerator: AcceleratorConfig) -> int:
-    sharded = sections.get("fsdp") is not None or accelerator.dp_shard_size > 1
-    return accelerator.dp_shard_size * accelerator.cp_size if sharded else 1
 
 
 def _sequence_plan(

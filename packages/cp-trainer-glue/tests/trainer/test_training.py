@@ -287,6 +287,14 @@ def test_a_damaged_checkpoint_is_named(worlds: Any, tmp_path: Path) -> None:
         worlds(1).run(gathered_parameters, path)
 
 
+def test_a_checkpoint_that_cannot_be_written_is_named(worlds: Any, tmp_path: Path) -> None:
+    path = write_config(tmp_path, accelerator__cp_size=2)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/.unfinished-step-00000003").write_text("no folder")
+    with pytest.raises(RankFailed, match=r"step-00000003 cannot be written: rank 0: \w*Error: "):
+        worlds(2).run(gathered_parameters, path)
+
+
 # --- parameters that nobody would train -----------------------------------------------------------------------------
 
 

@@ -18,7 +18,12 @@ def verify_file(path: str) -> dict[str, Any]:
     return verify_training(TextTrainer, config, platform, device, options=VerifyOptions(steps=2)).as_json()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    # Compiling takes longer than all the rest of a file.
+    [pytest.param(path, marks=[pytest.mark.full] * (path.stem == "compiled_layers")) for path in FILES],
+    ids=[path.stem for path in FILES],
+)
 def test_a_right_file_is_verified(worlds: Any, path: Path) -> None:
     reports = worlds(load_config(path).accelerator.world_size).run(verify_file, str(path))
     for report in reports:

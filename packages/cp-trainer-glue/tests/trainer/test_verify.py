@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import cp_core._strategy
 from cp_collectives import current_platform
+from cp_collectives.testing import RankFailed
 from cp_core import count_valid_tokens, local_attention, sum_gradients
 from cp_trainer_glue import TextTrainer, TrainerConfig, VerifyOptions, VerifyReport, verify_training
 
@@ -97,7 +98,7 @@ class SampleTrainer(TextTrainer):
     padding = "none"
 
     def build_data(self) -> Any:
-        super_tokenizer(self)
+        give_tokenizer(self)
         return Samples(self.config, self.meshes.dp_rank, self.padding)
 
 
@@ -128,7 +129,7 @@ class _WithWeights:
             yield {**batch, "loss_weights": weights}
 
 
-def super_tokenizer(trainer: TextTrainer) -> None:
+def give_tokenizer(trainer: TextTrainer) -> None:
     """Give a trainer a tokenizer that asks for no vocabulary: the tokens are random."""
 
     class Nothing:
@@ -195,6 +196,27 @@ def test_a_right_set_up_is_found_right(worlds: Any, name: str) -> None:
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------
+
+
+class UnlikeRowsAndExperts(SampleTrainer):
+    """Data-parallel ranks have other numbers of tokens, and experts are balanced over all of them."""
+
+    def build_data(self) -> Any:
+        super().build_data()
+        config = self.config
+        length = config.data.seq_length - 2 * self.meshes.dp_rank
+        shorter = config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})})
+        return Samples(shorter, self.meshes.dp_rank, self.padding)
+
+
+def verify_unlike_rows() -> None:
+    verified(UnlikeRowsAndExperts, make_config("qwen3_moe", **BALANCED, **DP_CP))
+
+
+def test_what_one_device_cannot_compute_stops_all_ranks_with_its_words(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match="verify computes the auxiliary loss of all data-parallel ranks") as failed:
+        worlds(4).run(verify_unlike_rows)
+    assert all(f"rank {rank} failed" in str(failed.value) for rank in range(4))
 
 
 class SameDataOnDpRanks(SampleTrainer):

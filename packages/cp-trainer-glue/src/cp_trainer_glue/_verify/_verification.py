@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_collectives import Platform, gather_objects
-from cp_core import InvalidInputError
+from cp_collectives import Platform, agree, gather_objects
+from cp_core import ContextParallelError, InvalidInputError
 
 from .._config import TrainerConfig
 from .._mesh import world_mesh
@@ -95,9 +95,13 @@ class _Verification:
         gathered = gather_step(declared, self._run.coordinates, self._run.world, loss_parallel=axes.loss_parallel)
         probes = declared.gradients.differing[:_PROBES]
         replicas = gather_objects({n: declared.gradients.values.get(n) for n in probes}, mesh=self._run.world)
-        agreed = True
-        if self._reference is not None:
-            agreed = self._compare(number, declared, gathered, self._reference, tuple(replicas))
+        agreed, fault = True, None
+        try:
+            if self._reference is not None:
+                agreed = self._compare(number, declared, gathered, self._reference, tuple(replicas))
+        except ContextParallelError as error:
+            fault = error
+        agree(fault, mesh=self._run.world)
         return bool(gather_objects(agreed, mesh=self._run.world)[0])
 
     def _compare(
